@@ -1,0 +1,60 @@
+# Everything sets itself up: `make demo` and `make test` need git, make, python >= 3.10 and, for GPU code, nvcc.
+#
+#   make demo     the main job on a shipped scan            make test     the test suite (ARGS="-k maps" adds to pytest)
+#   make lint     ruff, mypy                                make format   ruff and clang-format, in place
+#   make build    the extension, in place                   make bench    benchmarks of this machine's GPU
+#   make docs     README tables from benchmarks/results     make clean    build files (not the environment)
+#
+# Variables: PYTHON (interpreter for a new environment), VENV (environment to use; an active one by default, else .venv),
+# TORCH (requirement for an environment without torch; the default is the CPU wheel's version), and those of setup.py.
+PYTHON ?= python3
+VENV ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+DEPS := $(VENV)/.voxmma-deps
+BUILT := $(VENV)/.voxmma-built
+SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py
+
+.PHONY: demo test lint format build bench docs clean
+
+demo: $(BUILT)
+	$(PY) -m voxmma demo $(ARGS)
+
+test: $(BUILT)
+	$(PY) -m pytest $(ARGS)
+
+lint: $(BUILT)
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format: $(BUILT)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
+
+build: $(BUILT)
+
+bench: $(BUILT)
+	$(PY) -m voxmma bench $(ARGS)
+
+docs: $(BUILT)
+	$(PY) benchmarks/readme_tables.py
+
+clean:
+	rm -rf build python/*.egg-info python/voxmma/_C.*.so $(BUILT)
+
+# torch is installed only where there is none. CUTLASS' headers are setup.py's business, and wanted only with nvcc.
+$(DEPS): Makefile
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -c "import torch" 2>/dev/null || $(PIP) install -q "$(TORCH)"
+	$(PIP) install -q "setuptools>=77" wheel cmake ninja
+	touch $@
+
+# Built in place first, because pip hides the compiler's progress; pip then finds nothing left to compile.
+$(BUILT): $(DEPS) $(SOURCES) pyproject.toml
+	$(PY) setup.py -q build_ext --inplace
+	$(PIP) install -q --no-build-isolation -e ".[dev]"
+	touch $@

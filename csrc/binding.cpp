@@ -1,0 +1,897 @@
+// The one file that knows both torch and the kernel library: dispatcher ops with autograd and autocast, their CUDA
+// implementation, and the pybind functions of voxmma._C. CPU implementations and fakes are in python/voxmma/ops.py.
+//
+// No ATen/cuda header is included (they ask for cuBLAS and cuSPARSE headers): the current stream comes through c10's
+// virtual device guard, so the same file compiles against CUDA and CPU-only builds of torch. Without VOXMMA_WITH_CUDA
+// schemas, autograd and autocast remain, and a CUDA tensor is answered with what is missing.
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <cstring>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#ifdef VOXMMA_WITH_CUDA
+#include <mutex>
+
+#include "voxmma/kernels.h"
+#include "voxmma/probe.h"
+#endif
+
+namespace voxmma {
+
+// Written by setup.py into build_info.cpp, so that a changed kernel does not recompile this file.
+extern const char* const kBuildId;       // hash of the sources under csrc
+extern const char* const kCudaArchs;     // "8.0 9.0a"; a "+PTX" suffix where PTX is embedded; empty without CUDA
+extern const char* const kCudaVersion;   // of the nvcc that built the kernels; empty without CUDA
+extern const char* const kTorchVersion;  // torch.__version__ of the headers
+
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+using at::TensorList;
+using OptTensor = std::optional<Tensor>;
+using OptDtype = std::optional<ScalarType>;
+using std::string_view;
+
+// ---- argument checks, shared by the CUDA implementation and (through check_conv / check_wgrad) the CPU one --------
+
+const char* dtype_name(ScalarType t) {
+  switch (t) {
+    case at::kHalf: return "float16";
+    case at::kBFloat16: return "bfloat16";
+    case at::kFloat: return "float32";
+    case at::kDouble: return "float64";
+    default: return c10::toString(t);
+  }
+}
+
+bool is_supported(ScalarType t) { return t == at::kHalf || t == at::kBFloat16 || t == at::kFloat || t == at::kDouble; }
+
+void check_tensor(const char* name, const Tensor& t, int64_t dim, const Tensor& x) {
+  TORCH_CHECK(t.dim() == dim, name, " must have ", dim, " dimensions, got shape ", t.sizes());
+  TORCH_CHECK(is_supported(t.scalar_type()), name, " has dtype ", dtype_name(t.scalar_type()),
+              "; float16, bfloat16, float32 and float64 are supported");
+  TORCH_CHECK(t.device() == x.device(), name, " is on ", t.device(), " but x is on ", x.device());
+}
+
+void check_accumulator(string_view accumulator, ScalarType t) {
+  if (t == at::kDouble) {
+    TORCH_CHECK(accumulator == "fp64", "accumulator='", accumulator, "' with float64 x: only 'fp64' exists");
+  } else if (accumulator == "fp16" || accumulator == "fp16_promoted") {
+    TORCH_CHECK(t == at::kHalf, "accumulator='", accumulator, "' needs float16 x, got ", dtype_name(t));
+  } else {
+    TORCH_CHECK(accumulator == "fp32", "accumulator='", accumulator, "' is unknown for ", dtype_name(t),
+                " x: expected 'fp32', 'fp16' or 'fp16_promoted'");
+  }
+}
+
+ScalarType check_out_dtype(OptDtype out_dtype, ScalarType x) {
+  const ScalarType out = out_dtype.value_or(x);
+  TORCH_CHECK(out == x || (out == at::kFloat && x != at::kDouble), "out_dtype=", dtype_name(out), " with ",
+              dtype_name(x), " x: expected x's dtype", x == at::kDouble ? "" : " or float32");
+  return out;
+}
+
+// A kernel map as tensors (README, "Kernel maps"): on CUDA [order, tile_pass, passes, frag, uniq, local], elsewhere
+// [in_rows, out_rows, kptr]. Contents are the map builder's business; checked here is what can be without a copy.
+void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel_volume, int64_t n_out) {
+  const bool cuda = x.is_cuda();
+  const size_t count = cuda ? 6 : 3;
+  TORCH_CHECK(map.size() == count, name, " must hold ", count, " tensors on ", x.device(), ", got ", map.size());
+  const auto check = [&](size_t i, const char* part, ScalarType t, std::vector<int64_t> sizes) {  // -1: any size
+    bool same = map[i].dim() == static_cast<int64_t>(sizes.size());
+    for (size_t d = 0; same && d < sizes.size(); ++d) same = sizes[d] < 0 || map[i].size(d) == sizes[d];
+    TORCH_CHECK(same && map[i].scalar_type() == t && map[i].is_contiguous(), name, "[", i, "] (", part,
+                ") must be contiguous ", c10::toString(t), " of shape ", at::IntArrayRef(sizes), ", got ",
+                c10::toString(map[i].scalar_type()), " of shape ", map[i].sizes(), " (", kernel_volume, " offsets, ",
+                n_out, " output rows; -1: any size)");
+    TORCH_CHECK(map[i].device() == x.device(), name, "[", i, "] (", part, ") is on ", map[i].device(), " but x is on ",
+                x.device());
+  };
+  if (cuda) {
+#ifdef VOXMMA_WITH_CUDA
+    const int64_t tiles = (n_out + kTileM - 1) / kTileM;
+    check(0, "order", at::kInt, {tiles * kTileM});
+    check(1, "tile_pass", at::kInt, {tiles, 2});
+    check(2, "passes", at::kInt, {-1, 4});
+    check(3, "frag", at::kInt, {map[2].size(0), kFrags});
+    check(4, "uniq", at::kInt, {-1});
+    check(5, "local", at::kShort, {tiles, kernel_volume, kTileM});
+#endif
+  } else {
+    check(0, "in_rows", at::kLong, {-1});
+    check(1, "out_rows", at::kLong, {map[0].size(0)});
+    check(2, "kptr", at::kLong, {kernel_volume + 1});
+  }
+}
+
+struct Shape {
+  int64_t volume, groups, c_in, c_out;  // channels per group, of the convolution that runs (after transposition)
+  ScalarType out;
+};
+
+Shape check_conv(const Tensor& x, const Tensor& weight, const OptTensor& bias, TensorList map, int64_t n_out,
+                 bool transpose, string_view accumulator, OptDtype out_dtype) {
+  check_tensor("x", x, 2, x);
+  check_tensor("weight", weight, weight.dim() == 4 ? 4 : 3, x);
+  check_accumulator(accumulator, x.scalar_type());
+  Shape s{weight.size(0), weight.dim() == 4 ? weight.size(1) : 1, weight.size(-2), weight.size(-1),
+          check_out_dtype(out_dtype, x.scalar_type())};
+  if (transpose) std::swap(s.c_in, s.c_out);
+  TORCH_CHECK(weight.numel() > 0, "weight is empty: shape ", weight.sizes());
+  TORCH_CHECK(x.size(1) == s.groups * s.c_in, "x has ", x.size(1), " channels, but ", transpose ? "transposed " : "",
+              "weight of shape ", weight.sizes(), " takes ", s.groups * s.c_in);
+  if (bias.has_value()) {
+    check_tensor("bias", *bias, 1, x);
+    TORCH_CHECK(bias->size(0) == s.groups * s.c_out, "bias has ", bias->size(0), " entries for ", s.groups * s.c_out,
+                " output channels");
+  }
+  TORCH_CHECK(n_out >= 0, "n_out is negative: ", n_out);
+  check_map("map", map, x, s.volume, n_out);
+  return s;
+}
+
+Shape check_wgrad(const Tensor& x, const Tensor& dy, TensorList map, int64_t kernel_volume, int64_t groups,
+                  string_view accumulator, OptDtype out_dtype) {
+  check_tensor("x", x, 2, x);
+  check_tensor("dy", dy, 2, x);
+  TORCH_CHECK(dy.scalar_type() == x.scalar_type(), "dy has dtype ", dtype_name(dy.scalar_type()), " but x has ",
+              dtype_name(x.scalar_type()));
+  check_accumulator(accumulator, x.scalar_type());
+  TORCH_CHECK(kernel_volume > 0, "kernel_volume must be positive, got ", kernel_volume);
+  TORCH_CHECK(groups > 0 && x.size(1) > 0 && x.size(1) % groups == 0 && dy.size(1) > 0 && dy.size(1) % groups == 0,
+              "groups=", groups, " must divide the channels of x (", x.size(1), ") and of dy (", dy.size(1), ")");
+  check_map("map", map, x, kernel_volume, dy.size(0));
+  return {kernel_volume, groups, x.size(1) / groups, dy.size(1) / groups, check_out_dtype(out_dtype, x.scalar_type())};
+}
+
+// ---- the ops, called through the dispatcher -----------------------------------------------------------------------
+
+using ConvSignature = Tensor(const Tensor&, const Tensor&, const OptTensor&, TensorList, TensorList, c10::SymInt, bool,
+                             bool, string_view, string_view, string_view, string_view, OptDtype);
+using WgradSignature = Tensor(const Tensor&, const Tensor&, TensorList, TensorList, int64_t, int64_t, bool, string_view,
+                              string_view, string_view, OptDtype);
+
+const auto& conv_op() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("voxmma::conv", "").typed<ConvSignature>();
+  return op;
+}
+
+const auto& wgrad_op() {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("voxmma::conv_wgrad", "").typed<WgradSignature>();
+  return op;
+}
+
+// ---- autograd: both ops differentiate into each other, to any order -----------------------------------------------
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// What both ops keep for backward besides x, weight and dy.
+struct Plan {
+  std::vector<Tensor> map, map_t;  // of the call's own direction, and the opposite (empty: symmetric, or not given)
+  bool symmetric, transpose;
+  std::string accumulator, tile, dgrad_tile, wgrad_tile;
+
+  void save(AutogradContext* ctx) const {
+    auto& data = ctx->saved_data;
+    data["map"] = map;
+    data["map_t"] = map_t;
+    data["symmetric"] = symmetric;
+    data["transpose"] = transpose;
+    data["accumulator"] = accumulator;
+    data["tile"] = tile;
+    data["dgrad_tile"] = dgrad_tile;
+    data["wgrad_tile"] = wgrad_tile;
+  }
+  static Plan load(AutogradContext* ctx) {
+    auto& data = ctx->saved_data;
+    return {data["map"].toTensorVector(),     data["map_t"].toTensorVector(),    data["symmetric"].toBool(),
+            data["transpose"].toBool(),       data["accumulator"].toStringRef(), data["tile"].toStringRef(),
+            data["dgrad_tile"].toStringRef(), data["wgrad_tile"].toStringRef()};
+  }
+
+  // The map whose input rows are this call's output rows, for the gradient `what`.
+  const std::vector<Tensor>& opposite(const char* what) const {
+    if (symmetric) return map;
+    TORCH_CHECK(!map_t.empty(), "map_t is empty, but the gradient of ", what,
+                " needs the map of the opposite direction (KernelMap.transposed().tensors)");
+    return map_t;
+  }
+  const std::vector<Tensor>& forward_of_opposite() const { return symmetric ? map_t : map; }
+};
+
+// Autocast is off in backward: gradients are computed in the type the forward ran in.
+struct NoAutocast {
+  c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
+};
+
+class ConvFunction : public torch::autograd::Function<ConvFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                        const Plan& plan, const c10::SymInt& n_out, OptDtype out_dtype) {
+    plan.save(ctx);
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["n_in"] = x.sym_size(0);
+    ctx->saved_data["x_dtype"] = x.scalar_type();
+    ctx->saved_data["weight_dtype"] = weight.scalar_type();
+    ctx->saved_data["groups"] = weight.dim() == 4 ? weight.size(1) : int64_t{1};
+    ctx->saved_data["volume"] = weight.size(0);
+    ctx->saved_data["grouped"] = weight.dim() == 4;
+    if (bias.has_value()) ctx->saved_data["bias_dtype"] = bias->scalar_type();
+    // x serves the weight's gradient and the weight x's: neither is kept alive for nothing.
+    ctx->save_for_backward({weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
+    at::AutoDispatchBelowADInplaceOrView below;
+    return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose,
+                          plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list out(6);
+    if (!grads[0].defined()) return out;
+    NoAutocast no_autocast;
+    const Plan plan = Plan::load(ctx);
+    auto& data = ctx->saved_data;
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1];
+    const Tensor dy = grads[0].to(data["x_dtype"].toScalarType());
+    if (ctx->needs_input_grad(0)) {
+      out[0] = conv_op().call(dy, weight, std::nullopt, plan.opposite("x"), plan.forward_of_opposite(),
+                              data["n_in"].toSymInt(), plan.symmetric, !plan.transpose, plan.accumulator,
+                              plan.dgrad_tile, plan.tile, plan.wgrad_tile, std::nullopt);
+    }
+    if (ctx->needs_input_grad(1)) {
+      // The kernel writes x's dtype or (not for float64) float32; another weight dtype is one cast more.
+      const ScalarType dtype = data["weight_dtype"].toScalarType();
+      OptDtype written;
+      if (dtype != dy.scalar_type() && dy.scalar_type() != at::kDouble) written = at::kFloat;
+      const int64_t volume = data["volume"].toInt(), groups = data["groups"].toInt();
+      Tensor dw = plan.transpose
+                      ? wgrad_op().call(dy, x, plan.opposite("weight"), plan.forward_of_opposite(), volume, groups,
+                                        plan.symmetric, plan.accumulator, plan.wgrad_tile, plan.dgrad_tile, written)
+                      : wgrad_op().call(x, dy, plan.map, plan.map_t, volume, groups, plan.symmetric, plan.accumulator,
+                                        plan.wgrad_tile, plan.dgrad_tile, written);
+      if (groups == 1 && data["grouped"].toBool()) dw = dw.unsqueeze(1);
+      out[1] = dw.to(dtype);
+    }
+    const auto bias = data.find("bias_dtype");
+    if (bias != data.end() && ctx->needs_input_grad(2)) {
+      const ScalarType sum = grads[0].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+      out[2] = grads[0].sum(0, /*keepdim=*/false, sum).to(bias->second.toScalarType());
+    }
+    return out;
+  }
+};
+
+class WgradFunction : public torch::autograd::Function<WgradFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& dy, const Plan& plan, int64_t volume,
+                        int64_t groups, OptDtype out_dtype) {
+    plan.save(ctx);
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["n_in"] = x.sym_size(0);
+    ctx->saved_data["n_out"] = dy.sym_size(0);
+    ctx->save_for_backward({dy.requires_grad() ? x : Tensor(), x.requires_grad() ? dy : Tensor()});
+    at::AutoDispatchBelowADInplaceOrView below;
+    return wgrad_op().call(x, dy, plan.map, plan.map_t, volume, groups, plan.symmetric, plan.accumulator,
+                           plan.wgrad_tile, plan.dgrad_tile, out_dtype);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list out(6);
+    if (!grads[0].defined()) return out;
+    NoAutocast no_autocast;
+    const Plan plan = Plan::load(ctx);
+    auto& data = ctx->saved_data;
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &dy = saved[1];
+    if (ctx->needs_input_grad(0)) {
+      out[0] = conv_op().call(dy, grads[0], std::nullopt, plan.opposite("x"), plan.forward_of_opposite(),
+                              data["n_in"].toSymInt(), plan.symmetric, /*transpose=*/true, plan.accumulator,
+                              plan.dgrad_tile, plan.dgrad_tile, plan.wgrad_tile, std::nullopt);
+    }
+    if (ctx->needs_input_grad(1)) {
+      out[1] = conv_op().call(x, grads[0], std::nullopt, plan.map, plan.map_t, data["n_out"].toSymInt(), plan.symmetric,
+                              /*transpose=*/false, plan.accumulator, plan.dgrad_tile, plan.dgrad_tile, plan.wgrad_tile,
+                              std::nullopt);
+    }
+    return out;
+  }
+};
+
+Tensor conv_autograd(const Tensor& x, const Tensor& weight, const OptTensor& bias, TensorList map, TensorList map_t,
+                     c10::SymInt n_out, bool symmetric, bool transpose, string_view accumulator, string_view tile,
+                     string_view dgrad_tile, string_view wgrad_tile, OptDtype out_dtype) {
+  const Plan plan{map.vec(),
+                  map_t.vec(),
+                  symmetric,
+                  transpose,
+                  std::string(accumulator),
+                  std::string(tile),
+                  std::string(dgrad_tile),
+                  std::string(wgrad_tile)};
+  return ConvFunction::apply(x, weight, bias, plan, n_out, out_dtype);
+}
+
+Tensor wgrad_autograd(const Tensor& x, const Tensor& dy, TensorList map, TensorList map_t, int64_t kernel_volume,
+                      int64_t groups, bool symmetric, string_view accumulator, string_view tile, string_view dgrad_tile,
+                      OptDtype out_dtype) {
+  const Plan plan{map.vec(),
+                  map_t.vec(),
+                  symmetric,
+                  /*transpose=*/false,
+                  std::string(accumulator),
+                  std::string(dgrad_tile),
+                  std::string(dgrad_tile),
+                  std::string(tile)};
+  return WgradFunction::apply(x, dy, plan, kernel_volume, groups, out_dtype);
+}
+
+// ---- autocast: features take the active type; weight and bias stay, the op converts them itself -------------------
+
+template <c10::DeviceType device>
+Tensor conv_autocast(const Tensor& x, const Tensor& weight, const OptTensor& bias, TensorList map, TensorList map_t,
+                     c10::SymInt n_out, bool symmetric, bool transpose, string_view accumulator, string_view tile,
+                     string_view dgrad_tile, string_view wgrad_tile, OptDtype out_dtype) {
+  NoAutocast no_autocast;
+  return conv_op().call(at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), x, device), weight, bias,
+                        map, map_t, std::move(n_out), symmetric, transpose, accumulator, tile, dgrad_tile, wgrad_tile,
+                        out_dtype);
+}
+
+template <c10::DeviceType device>
+Tensor wgrad_autocast(const Tensor& x, const Tensor& dy, TensorList map, TensorList map_t, int64_t kernel_volume,
+                      int64_t groups, bool symmetric, string_view accumulator, string_view tile, string_view dgrad_tile,
+                      OptDtype out_dtype) {
+  NoAutocast no_autocast;
+  const ScalarType dtype = at::autocast::get_autocast_dtype(device);
+  return wgrad_op().call(at::autocast::cached_cast(dtype, x, device), at::autocast::cached_cast(dtype, dy, device), map,
+                         map_t, kernel_volume, groups, symmetric, accumulator, tile, dgrad_tile, out_dtype);
+}
+
+// ---- CUDA ---------------------------------------------------------------------------------------------------------
+
+using IndexResult = std::tuple<Tensor, Tensor, Tensor, std::vector<int64_t>>;
+using PlanResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t>;
+
+#ifdef VOXMMA_WITH_CUDA
+
+constexpr bool kHasCuda = true;
+
+void check_cuda(cudaError_t error, const char* what, at::Device device) {
+  TORCH_CHECK(error == cudaSuccess, "voxmma: ", what, " failed on ", device, ": ", cudaGetErrorString(error));
+}
+
+struct DeviceInfo {
+  int major = 0, minor = 0, sm_count = 0;
+};
+
+DeviceInfo device_info(at::Device device) {
+  static std::mutex mutex;
+  static std::vector<DeviceInfo> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto index = static_cast<size_t>(device.index());
+  if (known.size() <= index) known.resize(index + 1);
+  DeviceInfo& info = known[index];
+  if (info.sm_count == 0) {
+    const auto get = [&](cudaDeviceAttr attribute) {
+      int value = 0;
+      check_cuda(cudaDeviceGetAttribute(&value, attribute, device.index()), "cudaDeviceGetAttribute", device);
+      return value;
+    };
+    const DeviceInfo found{get(cudaDevAttrComputeCapabilityMajor), get(cudaDevAttrComputeCapabilityMinor),
+                           get(cudaDevAttrMultiProcessorCount)};
+    info = found;
+  }
+  return info;
+}
+
+// Whether code compiled for `arch` ("8.0", "9.0a", "9.0+PTX") runs on the device.
+bool runs_on(const std::string& arch, const DeviceInfo& device) {
+  const int major = std::stoi(arch), minor = std::stoi(arch.substr(arch.find('.') + 1));
+  if (arch.find('a') != std::string::npos) return major == device.major && minor == device.minor;
+  if (major == device.major && minor <= device.minor) return true;
+  return arch.find("+PTX") != std::string::npos && major * 10 + minor <= device.major * 10 + device.minor;
+}
+
+std::vector<std::string> split_archs() {
+  std::istringstream in(kCudaArchs);
+  std::vector<std::string> archs;
+  for (std::string arch; in >> arch;) archs.push_back(arch);
+  return archs;
+}
+
+// The cudaStream_t behind torch's current stream. torch before 2.10 says it to Python only.
+template <class Guard>
+auto native_handle(const Guard& guard, const c10::Stream& stream, int)
+    -> decltype(guard.getStreamNativeHandle(stream)) {
+  return guard.getStreamNativeHandle(stream);
+}
+template <class Guard>
+void* native_handle(const Guard&, const c10::Stream& stream, long) {
+  const py::gil_scoped_acquire gil;
+  const auto raw = py::module_::import("torch._C").attr("_cuda_getCurrentRawStream");
+  return reinterpret_cast<void*>(raw(static_cast<int>(stream.device_index())).cast<uintptr_t>());
+}
+
+// Device, current stream and device properties of one call. The kernel library has a CUDA runtime of its own (static),
+// so its idea of the current device is set beside torch's; both stand for the same driver context.
+struct Launch {
+  at::Device device;
+  c10::DeviceGuard guard;
+  DeviceInfo info;
+  cudaStream_t stream;
+
+  explicit Launch(at::Device on) : device(on), guard(on), info(device_info(on)) {
+    static const std::vector<std::string> archs = split_archs();
+    bool runs = false;
+    for (const std::string& arch : archs) runs = runs || runs_on(arch, info);
+    TORCH_CHECK(runs, "voxmma's kernels were built for ", kCudaArchs, ", but ", device, " is of compute capability ",
+                info.major, ".", info.minor, ": rebuild with TORCH_CUDA_ARCH_LIST=", info.major, ".", info.minor,
+                info.major == 9 ? "a" : "", info.major < 8 ? " (8.0 is the oldest that is supported)" : "");
+    check_cuda(cudaSetDevice(device.index()), "cudaSetDevice", device);
+    const c10::impl::VirtualGuardImpl impl(at::kCUDA);
+    stream = static_cast<cudaStream_t>(native_handle(impl, impl.getStream(device), 0));
+  }
+
+  Tensor empty(at::IntArrayRef sizes, ScalarType dtype) const {
+    return at::empty(sizes, at::TensorOptions().dtype(dtype).device(device));
+  }
+  Tensor scratch(size_t bytes) const { return empty({static_cast<int64_t>(bytes)}, at::kByte); }
+};
+
+template <class T>
+T* data(const Tensor& t) {
+  return static_cast<T*>(t.data_ptr());
+}
+
+DType to_dtype(ScalarType t) {
+  switch (t) {
+    case at::kHalf: return DType::f16;
+    case at::kBFloat16: return DType::bf16;
+    case at::kFloat: return DType::f32;
+    default: return DType::f64;  // is_supported() has been checked
+  }
+}
+
+constexpr const char* kDtypeNames[] = {"fp16", "bf16", "fp32", "fp64"};
+constexpr const char* kAccumNames[] = {"fp32", "fp16", "fp16_promoted", "fp64"};
+constexpr const char* kOpNames[] = {"fprop", "wgrad"};
+
+const char* name(DType t) { return kDtypeNames[static_cast<int>(t)]; }
+const char* name(Accum t) { return kAccumNames[static_cast<int>(t)]; }
+const char* name(Op t) { return kOpNames[static_cast<int>(t)]; }
+
+const KernelEntry& find_tile(string_view tile, Op op, DType input, string_view accum, const DeviceInfo& device) {
+  const KernelEntry* entry = find_kernel(std::string(tile).c_str());
+  TORCH_CHECK(entry != nullptr, "tile='", tile, "' is not among the compiled kernels (voxmma.tiles() lists them)");
+  const TileConfig& c = entry->config;
+  TORCH_CHECK(c.op == op && c.input == input && name(c.accum) == accum, "tile='", tile, "' is ", name(c.op), " for ",
+              name(c.input), " inputs with ", name(c.accum), " accumulator, but ", name(op), " for ", name(input),
+              " inputs with ", accum, " accumulator was asked for");
+  TORCH_CHECK(c.arch == 90 ? device.major == 9 && device.minor == 0 : device.major * 10 + device.minor >= c.arch,
+              "tile='", tile, "' needs compute capability ", c.arch == 90 ? "9.0 exactly" : "8.0 or newer",
+              ", the device has ", device.major, ".", device.minor);
+  return *entry;
+}
+
+PlanView plan_view(TensorList map, int64_t kernel_volume, int64_t n_out, int64_t n_in) {
+  constexpr int64_t limit = int64_t{1} << 31;
+  TORCH_CHECK(n_out < limit - kTileM && n_in < limit, "at most 2^31 rows: got n_out=", n_out, ", n_in=", n_in);
+  PlanView plan{};
+  plan.order = data<int>(map[0]);
+  plan.tile_pass = data<int2>(map[1]);
+  plan.passes = data<Pass>(map[2]);
+  plan.frag = data<uint32_t>(map[3]);
+  plan.uniq = data<int>(map[4]);
+  plan.local = data<uint16_t>(map[5]);
+  plan.tiles = static_cast<int>(map[1].size(0));
+  plan.kernel_volume = static_cast<int>(kernel_volume);
+  plan.n_out = n_out;
+  plan.n_in = n_in;
+  return plan;
+}
+
+// Feature rows as a kernel takes them: channels adjacent and, for MMA kernels, every group's row aligned to 16 bytes.
+// Rows that are not so are copied once, padded with zeros (a zero weight does not silence a stray NaN).
+struct Rows {
+  Tensor owner;
+  int64_t stride, group;  // elements from row to row, from group to group
+
+  Rows(const Tensor& t, int64_t groups, const TileConfig& config) : owner(t), stride(t.stride(0)) {
+    const int64_t channels = t.size(1) / groups;
+    const int64_t align = std::string_view(config.atom) == "SIMT" ? 1 : 16 / t.element_size();
+    const auto address = reinterpret_cast<uintptr_t>(t.data_ptr());
+    group = (channels + align - 1) / align * align;
+    const bool as_is = t.stride(1) == 1 && stride >= t.size(1) && group == channels && stride % align == 0 &&
+                       address % (align * t.element_size()) == 0;
+    if (!as_is) {
+      owner = at::constant_pad_nd(t.reshape({t.size(0), groups, channels}), {0, group - channels}).contiguous();
+      stride = groups * group;
+    }
+  }
+};
+
+// Launches after the workspace has been added; wgrad's accumulator is fp32 (fp64 for fp64) whatever the caller's flag.
+void launch(const KernelEntry& entry, ConvArgs& args, const Launch& on) {
+  args.sm_count = on.info.sm_count;  // the number of splits, and so the workspace, depends on it
+  const Tensor workspace = on.scratch(entry.workspace(args));
+  args.workspace = workspace.data_ptr();
+  const cudaError_t error = entry.launch(args, on.stream);
+  TORCH_CHECK(error == cudaSuccess, "voxmma: tile ", entry.config.name, " failed on ", on.device, ": ",
+              cudaGetErrorString(error), " (", args.plan.n_out, " rows, ", args.groups, " x ", args.c_in, " -> ",
+              args.groups, " x ", args.c_out, " channels, ", args.plan.kernel_volume, " offsets)");
+}
+
+Tensor conv_cuda(const Tensor& x, const Tensor& weight, const OptTensor& bias, TensorList map, TensorList /*map_t*/,
+                 int64_t n_out, bool symmetric, bool transpose, string_view accumulator, string_view tile,
+                 string_view /*dgrad_tile*/, string_view /*wgrad_tile*/, OptDtype out_dtype) {
+  const Shape s = check_conv(x, weight, bias, map, n_out, transpose, accumulator, out_dtype);
+  const Launch on(x.device());
+  const KernelEntry& entry = find_tile(tile, Op::fprop, to_dtype(x.scalar_type()), accumulator, on.info);
+  const bool fp64 = x.scalar_type() == at::kDouble;
+
+  const Tensor y = on.empty({n_out, s.groups * s.c_out}, s.out);
+  if (n_out == 0 || x.size(0) == 0) {
+    y.zero_();
+    if (bias.has_value()) y.add_(*bias);
+    return y;
+  }
+
+  const Tensor dense = weight.contiguous();
+  PackArgs pack{};
+  pack.weight = dense.data_ptr();
+  pack.weight_dtype = to_dtype(dense.scalar_type());
+  pack.input = entry.config.input;
+  pack.kernel_volume = static_cast<int>(s.volume);
+  pack.groups = static_cast<int>(s.groups);
+  pack.c_in = static_cast<int>(s.c_in);
+  pack.c_out = static_cast<int>(s.c_out);
+  pack.transpose = transpose;
+  pack.mirror = transpose && symmetric;
+  pack.n = entry.config.n;
+  pack.k = entry.config.k;
+  const Tensor image = on.scratch(packed_weight_bytes(pack));
+  pack.image = image.data_ptr();
+  check_cuda(pack_weight(pack, on.stream), "pack_weight", on.device);
+
+  const Rows rows(x, s.groups, entry.config);
+  Tensor bias32;
+  if (bias.has_value() && !fp64) bias32 = bias->to(at::kFloat).contiguous();
+  ConvArgs args{};
+  args.plan = plan_view(map, s.volume, n_out, x.size(0));
+  args.a = rows.owner.data_ptr();
+  args.lda = rows.stride;
+  args.a_group = rows.group;
+  args.b = image.data_ptr();
+  args.bias = bias32.defined() ? data<float>(bias32) : nullptr;
+  args.out = y.data_ptr();
+  args.ldo = y.size(1);
+  args.out_dtype = to_dtype(s.out);
+  args.c_in = pack.c_in;
+  args.c_out = pack.c_out;
+  args.groups = pack.groups;
+  launch(entry, args, on);
+  if (bias.has_value() && fp64) y.add_(*bias);  // the fused bias is fp32
+  return y;
+}
+
+Tensor wgrad_cuda(const Tensor& x, const Tensor& dy, TensorList map, TensorList /*map_t*/, int64_t kernel_volume,
+                  int64_t groups, bool /*symmetric*/, string_view accumulator, string_view tile,
+                  string_view /*dgrad_tile*/, OptDtype out_dtype) {
+  const Shape s = check_wgrad(x, dy, map, kernel_volume, groups, accumulator, out_dtype);
+  const Launch on(x.device());
+  const char* accum = x.scalar_type() == at::kDouble ? "fp64" : "fp32";  // never less, whatever `accumulator` says
+  const KernelEntry& entry = find_tile(tile, Op::wgrad, to_dtype(x.scalar_type()), accum, on.info);
+  TORCH_INTERNAL_ASSERT(entry.config.accum == Accum::f32 || entry.config.accum == Accum::f64);
+
+  const Tensor dw = on.empty({kernel_volume, groups, s.c_in, s.c_out}, s.out);
+  if (x.size(0) == 0 || dy.size(0) == 0) {
+    dw.zero_();
+  } else {
+    const Rows a(x, groups, entry.config), b(dy, groups, entry.config);
+    ConvArgs args{};
+    args.plan = plan_view(map, kernel_volume, dy.size(0), x.size(0));
+    args.a = a.owner.data_ptr();
+    args.lda = a.stride;
+    args.a_group = a.group;
+    args.b = b.owner.data_ptr();
+    args.ldb = b.stride;
+    args.b_group = b.group;
+    args.out = dw.data_ptr();
+    args.out_dtype = to_dtype(s.out);
+    args.c_in = static_cast<int>(s.c_in);
+    args.c_out = static_cast<int>(s.c_out);
+    args.groups = static_cast<int>(groups);
+    launch(entry, args, on);
+  }
+  return groups == 1 ? dw.squeeze(1) : dw;
+}
+
+void check_ints(const char* name, const Tensor& t, ScalarType dtype, int64_t columns, const Tensor& like) {
+  const bool shape = columns > 0 ? t.dim() == 2 && t.size(1) == columns : t.dim() == 1;
+  TORCH_CHECK(t.is_cuda() && t.device() == like.device() && t.scalar_type() == dtype && t.is_contiguous() && shape,
+              name, " must be contiguous ", c10::toString(dtype), " of shape (N",
+              columns > 0 ? ", " + std::to_string(columns) : "", ") on ",
+              like.is_cuda() ? like.device().str() : "a CUDA device", ", got ", c10::toString(t.scalar_type()),
+              " of shape ", t.sizes(), " on ", t.device());
+}
+
+IndexResult index_coords_cuda(const Tensor& coords) {
+  check_ints("coords", coords, at::kInt, 4, coords);
+  const Launch on(coords.device());
+  const int64_t n = coords.size(0), capacity = hash_capacity(n);
+  const Tensor keys = on.empty({capacity}, at::kLong), rows = on.empty({capacity}, at::kInt);
+  const Tensor order = on.empty({n}, at::kInt), scratch = on.scratch(index_workspace(n));
+  static_assert(sizeof(CoordStats) % sizeof(int64_t) == 0);
+  const Tensor stats = on.empty({sizeof(CoordStats) / sizeof(int64_t)}, at::kLong);
+  IndexArgs args{};
+  args.coords = data<int>(coords);
+  args.n = n;
+  args.keys = data<uint64_t>(keys);
+  args.rows = data<int>(rows);
+  args.capacity = capacity;
+  args.order = data<int>(order);
+  args.stats = data<CoordStats>(stats);
+  args.workspace = scratch.data_ptr();
+  check_cuda(index_coords(args, on.stream), "index_coords", on.device);
+  const Tensor host = stats.cpu();  // the one synchronisation
+  CoordStats found;
+  std::memcpy(&found, host.data_ptr(), sizeof(found));
+  std::vector<int64_t> list{found.bad_row, found.duplicate_row, found.twin_row};
+  list.insert(list.end(), found.min, found.min + 4);
+  list.insert(list.end(), found.max, found.max + 4);
+  return {keys, rows, order, list};
+}
+
+// A buffer's used part; copied where keeping the whole would waste more than a quarter.
+Tensor trim(const Tensor& t, int64_t used) {
+  const Tensor part = t.narrow(0, 0, used);
+  return used < t.size(0) - t.size(0) / 4 ? part.clone() : part;
+}
+
+PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, const Tensor& keys, const Tensor& rows,
+                           int64_t n_in, const Tensor& add, std::vector<int64_t> mul, std::vector<int64_t> div) {
+  check_ints("out_coords", out_coords, at::kInt, 4, out_coords);
+  check_ints("out_order", out_order, at::kInt, 0, out_coords);
+  check_ints("keys", keys, at::kLong, 0, out_coords);
+  check_ints("rows", rows, at::kInt, 0, out_coords);
+  check_ints("add", add, at::kInt, 3, out_coords);
+  TORCH_CHECK(mul.size() == 3 && div.size() == 3, "mul and div must hold 3 integers");
+  TORCH_CHECK(div[0] > 0 && div[1] > 0 && div[2] > 0, "div must be positive, got ", div);
+  TORCH_CHECK(out_order.size(0) == out_coords.size(0) && rows.size(0) == keys.size(0) && add.size(0) > 0,
+              "out_order, rows or add has the wrong length");
+  const Launch on(out_coords.device());
+  const int64_t n_out = out_coords.size(0), volume = add.size(0), tiles = (n_out + kTileM - 1) / kTileM;
+  const Tensor order = on.empty({tiles * kTileM}, at::kInt), tile_pass = on.empty({tiles, 2}, at::kInt);
+  const Tensor local = on.empty({tiles, volume, kTileM}, at::kShort);
+  const Tensor stats = on.empty({sizeof(PlanStats) / sizeof(int64_t)}, at::kLong);
+  PlanStats found{};
+  // A surface's tile has about 1.6 kTileM unique rows and one pass per kPassOffsets; denser or wider maps run twice.
+  int64_t pass_capacity = tiles * ((volume + kPassOffsets - 1) / kPassOffsets) + tiles / 4;
+  int64_t uniq4_capacity = pass_capacity * (kUniqueMax / 4);
+  Tensor passes, frag, uniq;
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    passes = on.empty({pass_capacity, 4}, at::kInt);
+    frag = on.empty({pass_capacity, kFrags}, at::kInt);
+    uniq = on.empty({uniq4_capacity * 4}, at::kInt);
+    if (tiles == 0) break;
+    PlanArgs args{};
+    args.out_coords = data<int>(out_coords);
+    args.out_order = data<int>(out_order);
+    args.n_out = n_out;
+    args.keys = data<uint64_t>(keys);
+    args.rows = data<int>(rows);
+    args.capacity = keys.size(0);
+    args.n_in = n_in;
+    args.add = data<int>(add);
+    for (int i = 0; i < 3; ++i) {
+      args.mul[i] = static_cast<int>(mul[i]);
+      args.div[i] = static_cast<int>(div[i]);
+    }
+    args.kernel_volume = static_cast<int>(volume);
+    args.order = data<int>(order);
+    args.tile_pass = data<int2>(tile_pass);
+    args.passes = data<Pass>(passes);
+    args.frag = data<uint32_t>(frag);
+    args.uniq = data<int>(uniq);
+    args.local = data<uint16_t>(local);
+    args.pass_capacity = pass_capacity;
+    args.uniq4_capacity = uniq4_capacity;
+    args.stats = data<PlanStats>(stats);
+    check_cuda(build_plan(args, on.stream), "build_plan", on.device);
+    const Tensor host = stats.cpu();  // the one synchronisation
+    std::memcpy(&found, host.data_ptr(), sizeof(found));
+    if (found.passes <= pass_capacity && found.uniq4 <= uniq4_capacity) break;
+    TORCH_INTERNAL_ASSERT(attempt == 0, "build_plan asks for more room than it said");
+    pass_capacity = found.passes;
+    uniq4_capacity = found.uniq4;
+  }
+  return {order, tile_pass,  trim(passes, found.passes), trim(frag, found.passes), trim(uniq, found.uniq4 * 4),
+          local, found.pairs};
+}
+
+Tensor plan_to_table_cuda(const std::vector<Tensor>& plan, int64_t n_out) {
+  TORCH_CHECK(plan.size() == 6 && plan[5].is_cuda() && plan[5].dim() == 3, "plan must be a CUDA map of 6 tensors");
+  const int64_t volume = plan[5].size(1);
+  check_map("plan", plan, plan[5], volume, n_out);
+  const Launch on(plan[5].device());
+  const Tensor table = on.empty({volume, n_out}, at::kInt);
+  if (n_out > 0) {
+    check_cuda(plan_to_table(plan_view(plan, volume, n_out, 0), data<int>(table), on.stream), "plan_to_table",
+               on.device);
+  }
+  return table;
+}
+
+Tensor mma_probe_cuda(int64_t kind, const Tensor& a, const Tensor& b, const Tensor& c) {
+  TORCH_CHECK(kind >= 0 && kind < kMmaKinds, "kind must be 0..", kMmaKinds - 1, ", got ", kind);
+  constexpr ScalarType kInputs[] = {at::kHalf, at::kHalf, at::kBFloat16, at::kFloat};  // by kind & 3
+  const ScalarType input = kInputs[kind & 3], accumulator = (kind & 3) == 1 ? at::kHalf : at::kFloat;
+  const int64_t tiles = a.size(0), depth = input == at::kFloat ? 8 : 16;
+  const auto check = [&](const char* name, const Tensor& t, ScalarType dtype, int64_t rows, int64_t columns) {
+    TORCH_CHECK(t.is_cuda() && t.device() == a.device() && t.scalar_type() == dtype && t.is_contiguous() &&
+                    t.sizes() == at::IntArrayRef({tiles, rows, columns}),
+                name, " must be contiguous ", dtype_name(dtype), " (", tiles, ", ", rows, ", ", columns,
+                ") on a CUDA device, got ", dtype_name(t.scalar_type()), " ", t.sizes(), " on ", t.device());
+  };
+  check("a", a, input, 16, depth);
+  check("b", b, input, 8, depth);
+  check("c", c, accumulator, 16, 8);
+  const Launch on(a.device());
+  const Tensor d = at::empty_like(c);
+  check_cuda(
+      mma_probe(static_cast<int>(kind), a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr(), tiles, on.stream),
+      "mma_probe", on.device);
+  return d;
+}
+
+double mma_rate_cuda(int64_t kind) {
+  const Launch on(c10::impl::VirtualGuardImpl(at::kCUDA).getDevice());
+  double tflops = 0;
+  check_cuda(mma_rate(static_cast<int>(kind), &tflops, on.stream), "mma_rate", on.device);
+  return tflops;
+}
+
+py::list kernel_configs() {
+  py::list list;
+  for (const KernelEntry& entry : kernel_table()) {
+    const TileConfig& c = entry.config;
+    py::dict row;
+    row["name"] = c.name;
+    row["op"] = name(c.op);
+    row["dtype"] = name(c.input);
+    row["accum"] = name(c.accum);
+    row["m"] = c.m;
+    row["n"] = c.n;
+    row["k"] = c.k;
+    row["stages"] = c.stages;
+    row["atom"] = c.atom;
+    row["promote"] = c.promote;
+    row["arch"] = c.arch;
+    list.append(row);
+  }
+  return list;
+}
+
+#else  // a CPU-only build
+
+constexpr bool kHasCuda = false;
+
+[[noreturn]] void no_cuda() {
+  C10_THROW_ERROR(
+      Error,
+      "voxmma was built without its CUDA kernels, because no nvcc was found at build time: install the CUDA "
+      "toolkit of torch.version.cuda's major version and reinstall voxmma with VOXMMA_CUDA=1 (or move the "
+      "tensors to the CPU)");
+}
+
+Tensor conv_cuda(const Tensor&, const Tensor&, const OptTensor&, TensorList, TensorList, int64_t, bool, bool,
+                 string_view, string_view, string_view, string_view, OptDtype) {
+  no_cuda();
+}
+Tensor wgrad_cuda(const Tensor&, const Tensor&, TensorList, TensorList, int64_t, int64_t, bool, string_view,
+                  string_view, string_view, OptDtype) {
+  no_cuda();
+}
+IndexResult index_coords_cuda(const Tensor&) { no_cuda(); }
+PlanResult build_plan_cuda(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, const Tensor&,
+                           std::vector<int64_t>, std::vector<int64_t>) {
+  no_cuda();
+}
+Tensor plan_to_table_cuda(const std::vector<Tensor>&, int64_t) { no_cuda(); }
+Tensor mma_probe_cuda(int64_t, const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
+double mma_rate_cuda(int64_t) { no_cuda(); }
+py::list kernel_configs() { return py::list(); }
+
+#endif
+
+}  // namespace
+}  // namespace voxmma
+
+TORCH_LIBRARY(voxmma, m) {
+  m.def(
+      "conv(Tensor x, Tensor weight, Tensor? bias, Tensor[] map, Tensor[] map_t, SymInt n_out, bool symmetric, "
+      "bool transpose, str accumulator, str tile, str dgrad_tile, str wgrad_tile, ScalarType? out_dtype=None) -> "
+      "Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "conv_wgrad(Tensor x, Tensor dy, Tensor[] map, Tensor[] map_t, int kernel_volume, int groups, bool symmetric, "
+      "str accumulator, str tile, str dgrad_tile, ScalarType? out_dtype=None) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(voxmma, CUDA, m) {
+  m.impl("conv", TORCH_FN(voxmma::conv_cuda));
+  m.impl("conv_wgrad", TORCH_FN(voxmma::wgrad_cuda));
+}
+
+TORCH_LIBRARY_IMPL(voxmma, Autograd, m) {
+  m.impl("conv", TORCH_FN(voxmma::conv_autograd));
+  m.impl("conv_wgrad", TORCH_FN(voxmma::wgrad_autograd));
+}
+
+TORCH_LIBRARY_IMPL(voxmma, AutocastCUDA, m) {
+  m.impl("conv", TORCH_FN(voxmma::conv_autocast<at::kCUDA>));
+  m.impl("conv_wgrad", TORCH_FN(voxmma::wgrad_autocast<at::kCUDA>));
+}
+
+TORCH_LIBRARY_IMPL(voxmma, AutocastCPU, m) {
+  m.impl("conv", TORCH_FN(voxmma::conv_autocast<at::kCPU>));
+  m.impl("conv_wgrad", TORCH_FN(voxmma::wgrad_autocast<at::kCPU>));
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "voxmma's compiled part: see csrc/binding.cpp, and _C.pyi for the signatures";
+  std::istringstream archs(voxmma::kCudaArchs);
+  py::list arch_list;
+  for (std::string arch; archs >> arch;) arch_list.append(arch);
+  m.attr("HAS_CUDA") = voxmma::kHasCuda;
+  m.attr("CUDA_ARCHS") = arch_list;
+  m.attr("CUDA_VERSION") = voxmma::kCudaVersion;
+  m.attr("BUILD_ID") = voxmma::kBuildId;
+  m.attr("TORCH_VERSION") = voxmma::kTorchVersion;
+  m.def("kernel_configs", &voxmma::kernel_configs);
+  m.def("index_coords", torch::wrap_pybind_function_no_gil(voxmma::index_coords_cuda), py::arg("coords"));
+  m.def("build_plan", torch::wrap_pybind_function_no_gil(voxmma::build_plan_cuda), py::arg("out_coords"),
+        py::arg("out_order"), py::arg("keys"), py::arg("rows"), py::arg("n_in"), py::arg("add"), py::arg("mul"),
+        py::arg("div"));
+  m.def("plan_to_table", torch::wrap_pybind_function_no_gil(voxmma::plan_to_table_cuda), py::arg("plan"),
+        py::arg("n_out"));
+  m.def("mma_probe", torch::wrap_pybind_function_no_gil(voxmma::mma_probe_cuda), py::arg("kind"), py::arg("a"),
+        py::arg("b"), py::arg("c"));
+  m.def("mma_rate", torch::wrap_pybind_function_no_gil(voxmma::mma_rate_cuda), py::arg("kind"));
+  // The CPU implementations' way to the same checks as on CUDA.
+  m.def("check_conv", torch::wrap_pybind_function(
+                          [](const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                             const std::vector<at::Tensor>& map, int64_t n_out, bool transpose,
+                             const std::string& accumulator, std::optional<at::ScalarType> out_dtype) {
+                            const auto s =
+                                voxmma::check_conv(x, weight, bias, map, n_out, transpose, accumulator, out_dtype);
+                            return std::make_tuple(s.volume, s.groups, s.c_in, s.c_out);
+                          }));
+  m.def("check_wgrad",
+        torch::wrap_pybind_function([](const at::Tensor& x, const at::Tensor& dy, const std::vector<at::Tensor>& map,
+                                       int64_t kernel_volume, int64_t groups, const std::string& accumulator,
+                                       std::optional<at::ScalarType> out_dtype) {
+          const auto s = voxmma::check_wgrad(x, dy, map, kernel_volume, groups, accumulator, out_dtype);
+          return std::make_tuple(s.c_in, s.c_out);
+        }));
+}

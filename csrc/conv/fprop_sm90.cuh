@@ -1,0 +1,358 @@
+// fprop and dgrad on Hopper: wgmma with A gathered from shared memory into registers, weights by bulk copy.
+//
+// A persistent CTA walks items (tile, output-channel block, group). One producer warpgroup feeds three rings:
+//   pass ring    local indices [k_count][256], fragment masks and a header          bulk copies, warp 0
+//   row ring     the pass's unique input rows, one chunk of CK channels             cp.async, warps 1-3
+//   weight ring  BN x CK block of one offset and chunk, in the wgmma image          bulk copies, warp 0
+// and four consumer warpgroups of 64 tile rows each hold a 64 x BN accumulator in registers over all offsets, chunks
+// and passes of the item. An offset that no row of a warpgroup uses is skipped by that warpgroup; one that no row of
+// the tile uses is not even loaded. A reads cost nothing extra: ldmatrix takes one address a row.
+//
+// Registers: 640 threads x 96 at launch = producers 128 x 32 + consumers 512 x 112.
+#pragma once
+
+#include <type_traits>
+
+#include "sm90.cuh"
+
+namespace voxmma::sm90 {
+
+template <class T_, class Acc_, int BN_, int CK_>
+struct FpropConfig {
+  using T = T_;
+  using Acc = Acc_;
+  static constexpr int BN = BN_, CK = CK_;
+  static constexpr int kConsumers = 4;                            // warpgroups, 64 rows each
+  static constexpr int kThreads = kWarpGroup * (kConsumers + 1);
+  static constexpr int kRowBytes = CK * 2;
+  static constexpr int kRowSlots = 2;
+  static constexpr int kPassSlots = 2;
+  static constexpr int kRowSlotBytes = (kUniqueMax + 1) * kRowBytes;  // + the zero row
+  static constexpr int kWeightBytes = BN * CK * 2;
+  static constexpr int kStages = kWeightBytes >= 16384 ? 4 : 8;  // a power of two
+  static constexpr int kLocalBytes = kPassOffsets * kTileM * 2;
+
+  // Shared memory, in bytes from a 1024-byte aligned base.
+  static constexpr int kWeightAt = 0;
+  static constexpr int kRowAt = kWeightAt + kStages * kWeightBytes;
+  static constexpr int kLocalAt = kRowAt + kRowSlots * kRowSlotBytes;
+  static constexpr int kFragAt = kLocalAt + kPassSlots * kLocalBytes;  // [slots][kFrags] u32
+  static constexpr int kHeadAt = kFragAt + kPassSlots * kFrags * 4;    // [slots] int4
+  static constexpr int kBarAt = kHeadAt + kPassSlots * 16;
+  static constexpr int kBars = 2 * (kStages + kRowSlots + kPassSlots);
+  static constexpr int kSmemBytes = kBarAt + kBars * 8 + 1024;         // + alignment of the base
+  static_assert(kWeightAt % 1024 == 0 && kWeightBytes % 1024 == 0 && kLocalAt % 16 == 0 && kBarAt % 8 == 0);
+  static_assert(kSmemBytes <= 227 * 1024);
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_constant__ ConvArgs args) {
+#if defined(VOXMMA_SM90A)
+  using T = typename C::T;
+  using Acc = typename C::Acc;
+  constexpr int BN = C::BN, CK = C::CK;
+  using AtomT = typename Atom<T, Acc, BN, GMMA::Major::K>::type;
+
+  extern __shared__ char smem_raw[];
+  char* smem = smem_raw + ((1024 - (cute::cast_smem_ptr_to_uint(smem_raw) & 1023)) & 1023);
+  const uint32_t smem_u = cute::cast_smem_ptr_to_uint(smem);
+  uint64_t* bars = reinterpret_cast<uint64_t*>(smem + C::kBarAt);
+  uint64_t* weight_full = bars;
+  uint64_t* weight_empty = weight_full + C::kStages;
+  uint64_t* row_full = weight_empty + C::kStages;
+  uint64_t* row_empty = row_full + C::kRowSlots;
+  uint64_t* pass_full = row_empty + C::kRowSlots;
+  uint64_t* pass_empty = pass_full + C::kPassSlots;
+
+  const PlanView& plan = args.plan;
+  const int blocks_n = (args.c_out + BN - 1) / BN;
+  const int chunks = (args.c_in + CK - 1) / CK;
+  const int per_tile = blocks_n * args.groups;
+  const int items = plan.tiles * per_tile;
+  const int group_id = threadIdx.x / kWarpGroup;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32;
+
+  if (threadIdx.x == 0) {
+    constexpr int kConsumerWarps = C::kConsumers * 4;
+    for (int i = 0; i < C::kStages; ++i) {
+      Barrier::init(weight_full + i, 1);
+      Barrier::init(weight_empty + i, kConsumerWarps);
+    }
+    for (int i = 0; i < C::kRowSlots; ++i) {
+      Barrier::init(row_full + i, kGatherThreads);
+      Barrier::init(row_empty + i, kConsumerWarps);
+    }
+    for (int i = 0; i < C::kPassSlots; ++i) {
+      Barrier::init(pass_full + i, 1);
+      Barrier::init(pass_empty + i, kConsumerWarps);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  for (int i = threadIdx.x; i < C::kRowSlots * C::kRowBytes / 4; i += C::kThreads) {  // the zero rows
+    const int slot = i / (C::kRowBytes / 4), word = i % (C::kRowBytes / 4);
+    reinterpret_cast<uint32_t*>(smem + C::kRowAt + slot * C::kRowSlotBytes + kUniqueMax * C::kRowBytes)[word] = 0;
+  }
+  __syncthreads();
+
+  if (group_id == C::kConsumers) {  // ---- producer warpgroup ----
+    cutlass::arch::warpgroup_reg_dealloc<32>();
+    PassWalk walk(plan, blockIdx.x, gridDim.x, items, per_tile);
+    if (warp == C::kConsumers * 4) {  // weights and pass data
+      RingState<C::kStages> ws;
+      RingState<C::kPassSlots> ps;
+      Pass next = walk.done() ? Pass{} : load_pass(plan.passes + walk.pass());
+      uint32_t next_frag = walk.done() || lane >= kFrags ? 0 : __ldg(plan.frag + int64_t(walk.pass()) * kFrags + lane);
+      while (!walk.done()) {
+        const Pass pass = next;
+        const uint32_t used = __reduce_or_sync(0xffffffffu, next_frag);  // offsets any row of the tile uses
+        const int id = walk.pass(), tile = walk.tile(), within = walk.item % per_tile;
+        const bool last = walk.last_pass();
+        const int ahead = walk.peek();
+        if (ahead >= 0) {
+          next = load_pass(plan.passes + ahead);
+          next_frag = lane < kFrags ? __ldg(plan.frag + int64_t(ahead) * kFrags + lane) : 0;
+        }
+        if (lane == 0) {
+          wait_empty(pass_empty + ps.index, ps.phase);
+          uint64_t* bar = pass_full + ps.index;
+          *reinterpret_cast<int4*>(smem + C::kHeadAt + ps.index * 16) = make_int4(pass.k_begin, last, 0, 0);
+          const int local_bytes = pass.k_count * kTileM * 2;
+          Barrier::arrive_and_expect_tx(bar, local_bytes + kFrags * 4);
+          cute::SM90_BULK_COPY_G2S::copy(plan.local + (int64_t(tile) * plan.kernel_volume + pass.k_begin) * kTileM, bar,
+                                         smem + C::kLocalAt + ps.index * C::kLocalBytes, local_bytes);
+          cute::SM90_BULK_COPY_G2S::copy(plan.frag + int64_t(id) * kFrags, bar,
+                                         smem + C::kFragAt + ps.index * kFrags * 4, kFrags * 4);
+          // image[g][nb][offset][chunk]: `within` counts blocks of n fastest, then groups
+          const int nb = within % blocks_n, g = within / blocks_n;
+          const char* image = static_cast<const char*>(args.b) +
+                              (int64_t(g * blocks_n + nb) * plan.kernel_volume + pass.k_begin) * chunks * C::kWeightBytes;
+          for (int chunk = 0; chunk < chunks; ++chunk) {
+            for (uint32_t rest = used; rest != 0; rest &= rest - 1) {
+              const int k = __ffs(rest) - 1;
+              wait_empty(weight_empty + ws.index, ws.phase);
+              Barrier::arrive_and_expect_tx(weight_full + ws.index, C::kWeightBytes);
+              cute::SM90_BULK_COPY_G2S::copy(image + int64_t(k * chunks + chunk) * C::kWeightBytes,
+                                             weight_full + ws.index, smem + C::kWeightAt + ws.index * C::kWeightBytes,
+                                             C::kWeightBytes);
+              ws.advance();
+            }
+          }
+        }
+        __syncwarp();
+        ps.advance();
+        walk.advance();
+      }
+    } else {  // rows
+      const int gather_warp = warp - (C::kConsumers * 4 + 1);
+      RingState<C::kRowSlots> rs;
+      const uint32_t row_bytes = uint32_t(args.lda * 2);
+      while (!walk.done()) {
+        const Pass pass = load_pass(plan.passes + walk.pass());
+        const int g = walk.item % per_tile / blocks_n;
+        if (pass.uniq_count > 0) {
+          RowIds<kUniqueMax> ids;
+          ids.load(plan.uniq + int64_t(pass.uniq_begin4) * 4, pass.uniq_count, gather_warp, lane);
+          const char* src = static_cast<const char*>(args.a) + g * args.a_group * 2;
+#pragma unroll 1
+          for (int chunk = 0; chunk < chunks; ++chunk) {
+            wait_empty(row_empty + rs.index, rs.phase);
+            ids.gather<C::kRowBytes, 0, kUniqueMax>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, src + chunk * C::kRowBytes,
+                                     row_bytes, pass.uniq_count, (args.c_in - chunk * CK + 7) / 8, gather_warp, lane);
+            cutlass::arch::cpasync_barrier_arrive_noinc(row_full + rs.index);
+            rs.advance();
+          }
+        }
+        walk.advance();
+      }
+      asm volatile("cp.async.wait_all;\n" ::: "memory");
+    }
+  } else {  // ---- consumer warpgroups ----
+    cutlass::arch::warpgroup_reg_alloc<112>();
+    RingState<C::kRowSlots> rs;
+    RingState<C::kPassSlots> ps;
+    const int row16 = group_id * 64 + (warp % 4) * 16;  // first tile row of this warp
+    const int lane_row = lane & 15, lane_half = lane >> 4;
+
+    // B of one stage: (BN, CK) K-major with the row's swizzle; k16 step s starts 32 bytes further.
+    using SmemAtom = std::conditional_t<C::kRowBytes == 128, GMMA::Layout_K_SW128_Atom<T>, GMMA::Layout_K_SW64_Atom<T>>;
+    auto sB = cute::make_tensor(cute::make_smem_ptr(reinterpret_cast<T*>(smem + C::kWeightAt)),
+                                cute::tile_to_shape(SmemAtom{}, cute::Shape<cute::Int<BN>, cute::Int<CK>>{}));
+    const uint64_t desc0 = GMMA::make_gmma_desc<GMMA::Major::K>(
+        cute::local_tile(sB, cute::Shape<cute::Int<BN>, cute::_16>{}, cute::make_coord(0, 0)));
+
+    // Weight blocks are counted through the whole kernel. Every warp waits for and releases every block, used or not:
+    // a barrier tells its last phase only by parity, so nobody may run ahead or fall behind by a whole ring.
+    uint32_t streamed = 0;  // blocks before the current chunk
+    uint32_t seen = 0;      // blocks released by this warp
+    auto skip_to = [&](uint32_t block) {
+      for (; seen < block; ++seen) {
+        wait_full(weight_full + seen % C::kStages, seen / C::kStages & 1);
+        __syncwarp();
+        if (lane == 0) arrive(weight_empty + seen % C::kStages);
+      }
+    };
+
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      const int tile = item / per_tile, within = item % per_tile;
+      Accumulator<Acc, BN> acc;  // (64, BN) of this warpgroup
+      acc.clear();
+      int out_row[2];  // rows g and g + 8 of the warp's 16, loaded long before they are needed
+      out_row[0] = __ldg(plan.order + int64_t(tile) * kTileM + row16 + lane / 4);
+      out_row[1] = __ldg(plan.order + int64_t(tile) * kTileM + row16 + lane / 4 + 8);
+      bool last = false;
+      while (!last) {
+        wait_full(pass_full + ps.index, ps.phase);
+        last = reinterpret_cast<const int4*>(smem + C::kHeadAt)[ps.index].y != 0;
+        const uint4* frag = reinterpret_cast<const uint4*>(smem + C::kFragAt + ps.index * kFrags * 4);
+        uint32_t used = 0;
+#pragma unroll
+        for (int i = 0; i < C::kConsumers; ++i) {
+          const uint4 f = frag[i];
+          used |= f.x | f.y | f.z | f.w;
+        }
+        const uint4 f = frag[group_id];
+        const uint32_t mine = f.x | f.y | f.z | f.w;  // offsets this warpgroup's 64 rows use
+        const uint16_t* local = reinterpret_cast<const uint16_t*>(smem + C::kLocalAt + ps.index * C::kLocalBytes) +
+                                row16 + lane_row;     // [k_count][256]
+        if (used != 0) {
+          for (int chunk = 0; chunk < chunks; ++chunk) {
+            const uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
+            wait_full(row_full + rs.index, rs.phase);
+            constexpr int kSteps = CK / 16, kHalf = kSteps / 2;
+            uint32_t a[kSteps][4];  // A of one offset: 16 rows a warp x CK
+            auto row_of = [&](int k) {
+              const int idx = local[k * kTileM];  // kMissing: the zero row
+              return (rows + idx * C::kRowBytes) | swizzle<C::kRowBytes>(lane_half, idx) * 16;
+            };
+            uint32_t todo = mine;
+            if (todo != 0) {
+              uint32_t at = row_of(__ffs(todo) - 1);
+#pragma unroll
+              for (int s = 0; s < kSteps; ++s) ldmatrix_x4(a[s], at ^ (32 * s));  // piece 2 s + lane_half
+            }
+            while (todo != 0) {
+              const int k = __ffs(todo) - 1;
+              todo &= todo - 1;
+              const uint32_t block = streamed + __popc(used & ((1u << k) - 1));
+              const int stage = block % C::kStages;
+              const uint64_t desc = desc0 + uint32_t(stage * (C::kWeightBytes >> 4));
+              const uint32_t at = row_of(max(__ffs(todo) - 1, 0));  // of the next offset
+              skip_to(block);  // other warpgroups' offsets
+              wait_full(weight_full + stage, block / C::kStages & 1);
+              acc.fence();
+              cute::warpgroup_arrive();
+#pragma unroll
+              for (int s = 0; s < kHalf; ++s) wgmma<AtomT>(acc, a[s], desc + 2 * s);
+              cute::warpgroup_commit_batch();
+#pragma unroll
+              for (int s = kHalf; s < kSteps; ++s) wgmma<AtomT>(acc, a[s], desc + 2 * s);
+              cute::warpgroup_commit_batch();
+              // The halves of A are refilled with the next offset's rows as their products finish.
+              cute::warpgroup_wait<1>();
+#pragma unroll
+              for (int s = 0; s < kHalf; ++s) ldmatrix_x4(a[s], at ^ (32 * s));
+              cute::warpgroup_wait<0>();
+              acc.fence();
+              if (lane == 0) arrive(weight_empty + stage);
+              ++seen;
+#pragma unroll
+              for (int s = kHalf; s < kSteps; ++s) ldmatrix_x4(a[s], at ^ (32 * s));
+            }
+            streamed += __popc(used);
+            skip_to(streamed);
+            __syncwarp();
+            if (lane == 0) arrive(row_empty + rs.index);
+            rs.advance();
+          }
+        }
+        __syncwarp();
+        if (lane == 0) arrive(pass_empty + ps.index);
+        ps.advance();
+      }
+
+      // ---- epilogue: bias in fp32, one rounding, rows scattered to the caller's order ----
+      const int g = within / blocks_n, col0 = within % blocks_n * BN;
+      const int quad = lane % 4;
+      const int left = args.c_out - col0;  // columns of this block that exist
+      const float* bias = args.bias ? args.bias + g * args.c_out + col0 : nullptr;
+      const bool wide = args.c_out % 8 == 0 && args.ldo % 8 == 0;  // 16-byte stores are aligned and whole
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool row_ok = out_row[half] >= 0;
+        const int64_t base = int64_t(row_ok ? out_row[half] : 0) * args.ldo + g * args.c_out + col0;
+        auto value = [&](int j) {
+          float2 v = acc.pair(j, half);
+          const int col = 8 * j + 2 * quad;
+          if (bias != nullptr) {
+            v.x += col < left ? __ldg(bias + col) : 0.f;
+            v.y += col + 1 < left ? __ldg(bias + col + 1) : 0.f;
+          }
+          return v;
+        };
+        if (args.out_dtype == DType::f32) {
+          float* out = static_cast<float*>(args.out) + base;
+#pragma unroll
+          for (int j = 0; j < BN / 8; ++j) {
+            const float2 v = value(j);
+            const int col = 8 * j + 2 * quad;
+            if (row_ok && wide && col < left) {
+              *reinterpret_cast<float2*>(out + col) = v;
+            } else if (row_ok) {
+              if (col < left) out[col] = v.x;
+              if (col + 1 < left) out[col + 1] = v.y;
+            }
+          }
+        } else {
+          T* out = static_cast<T*>(args.out) + base;
+#pragma unroll
+          for (int q = 0; q < BN / 32; ++q) {
+            uint32_t p[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) p[i] = pack2<T>(value(4 * q + i));
+            quad_transpose(p, quad);  // now 8 columns of one row: block 4 q + quad
+            const int col = (4 * q + quad) * 8;
+            if (row_ok && wide && col < left) {
+              *reinterpret_cast<uint4*>(out + col) = make_uint4(p[0], p[1], p[2], p[3]);
+            } else if (row_ok) {
+              const T* v = reinterpret_cast<const T*>(p);
+#pragma unroll
+              for (int e = 0; e < 8; ++e) {
+                if (col + e < left) out[col + e] = v[e];
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+#endif
+}
+
+template <class C>
+size_t fprop_workspace(const ConvArgs&) {
+  return 0;
+}
+
+template <class C>
+cudaError_t fprop_launch(const ConvArgs& args, cudaStream_t stream) {
+  const int64_t items = int64_t(args.plan.tiles) * ((args.c_out + C::BN - 1) / C::BN) * args.groups;
+  if (items == 0) return cudaSuccess;
+  if (items > INT32_MAX) return cudaErrorInvalidValue;
+  auto kernel = fprop_kernel<C>;
+  cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes);
+  if (err != cudaSuccess) return err;
+  const int grid = int(items < args.sm_count ? items : args.sm_count);
+  kernel<<<grid, C::kThreads, C::kSmemBytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+template <class C>
+KernelEntry fprop_entry(const char* name, DType input) {
+  constexpr Accum accum = sizeof(typename C::Acc) == 2 ? Accum::f16 : Accum::f32;
+  return {{name, Op::fprop, input, accum, kTileM, C::BN, C::CK, C::kStages,
+           Atom<typename C::T, typename C::Acc, C::BN, GMMA::Major::K>::name, 0, 90},
+          fprop_workspace<C>, fprop_launch<C>};
+}
+
+}  // namespace voxmma::sm90

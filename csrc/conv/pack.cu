@@ -1,0 +1,120 @@
+// The weight image of the fprop kernels, and the fixed-order sum of wgrad partials.
+#include "common.cuh"
+
+namespace voxmma {
+namespace {
+
+constexpr int kThreads = 256;
+
+// One thread per `PE` neighbouring channels (a 16-byte piece, or a single channel) of one image row.
+template <class T, class W, int PE>
+__global__ void pack_kernel(PackArgs args, int n_blocks, int chunks, int64_t total) {
+  const auto* weight = static_cast<const W*>(args.weight);  // (K, G, c_in, c_out), or (K, G, c_out, c_in) if transposed
+  auto* image = static_cast<T*>(args.image);                // [G][n_blocks][K][chunks][n][k]
+  const int pieces = args.k / PE;
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < total; i += int64_t{gridDim.x} * kThreads) {
+    int64_t rest = i;
+    const int row = static_cast<int>(rest % args.n);          rest /= args.n;  // fastest: coalesced reads of plain weights
+    const int piece = static_cast<int>(rest % pieces);        rest /= pieces;
+    const int64_t block = rest;                               // linear over [G][n_blocks][K][chunks]
+    const int chunk = static_cast<int>(rest % chunks);        rest /= chunks;
+    const int offset = static_cast<int>(rest % args.kernel_volume);  rest /= args.kernel_volume;
+    const int nb = static_cast<int>(rest % n_blocks);
+    const int group = static_cast<int>(rest / n_blocks);
+    const int co = nb * args.n + row;
+    const int ci0 = chunk * args.k + piece * PE;
+    const int from = args.mirror ? args.kernel_volume - 1 - offset : offset;
+    const W* w = weight + (static_cast<int64_t>(from) * args.groups + group) * args.c_in * args.c_out;
+
+    alignas(16) T v[PE];
+#pragma unroll
+    for (int e = 0; e < PE; ++e) {
+      const int ci = ci0 + e;
+      const bool inside = co < args.c_out && ci < args.c_in;
+      const int64_t at = args.transpose ? static_cast<int64_t>(co) * args.c_in + ci
+                                        : static_cast<int64_t>(ci) * args.c_out + co;
+      v[e] = inside ? convert<T>(w[at]) : convert<T>(0.0f);
+    }
+    const int row_bytes = args.k * static_cast<int>(sizeof(T));
+    T* dst = image + (block * args.n + row) * args.k + swizzle(row, piece, row_bytes) * PE;
+    if constexpr (PE * sizeof(T) == 16) *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(v);
+    else dst[0] = v[0];
+  }
+}
+
+template <class T, class W>
+cudaError_t pack_typed(const PackArgs& args, cudaStream_t stream) {
+  constexpr int kPiece = 16 / sizeof(T);
+  if (args.n < 1 || args.k < 1 || (args.k != 1 && args.k % kPiece != 0)) return cudaErrorInvalidValue;
+  const int n_blocks = static_cast<int>(ceil_div(args.c_out, args.n));
+  const int chunks = static_cast<int>(ceil_div(args.c_in, args.k));
+  const int64_t elements = static_cast<int64_t>(packed_weight_bytes(args) / sizeof(T));
+  const int64_t total = args.k == 1 ? elements : elements / kPiece;
+  const int64_t wanted = ceil_div(total, kThreads);
+  const int64_t blocks = wanted < 65536 ? wanted : 65536;
+  if (args.k == 1) return launch_kernel(pack_kernel<T, W, 1>, blocks, kThreads, 0, stream, args, n_blocks, chunks, total);
+  return launch_kernel(pack_kernel<T, W, kPiece>, blocks, kThreads, 0, stream, args, n_blocks, chunks, total);
+}
+
+template <class T>
+cudaError_t pack_input(const PackArgs& args, cudaStream_t stream) {
+  switch (args.weight_dtype) {
+    case DType::f16: return pack_typed<T, __half>(args, stream);
+    case DType::bf16: return pack_typed<T, __nv_bfloat16>(args, stream);
+    case DType::f32: return pack_typed<T, float>(args, stream);
+    case DType::f64: return pack_typed<T, double>(args, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <class A, class T>
+__global__ void reduce_kernel(const A* partial /* [splits][count] */, int splits, int64_t count, T* out /* [count] */) {
+  const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (i >= count) return;
+  A sum = 0;
+#pragma unroll 8
+  for (int s = 0; s < splits; ++s) sum += partial[s * count + i];
+  out[i] = convert<T>(sum);
+}
+
+template <class A>
+cudaError_t reduce_typed(const A* partial, int splits, int64_t count, void* out, DType out_dtype, cudaStream_t stream) {
+  const int64_t blocks = ceil_div(count, kThreads);
+  const auto run = [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    return launch_kernel(reduce_kernel<A, T>, blocks, kThreads, 0, stream, partial, splits, count, typed);
+  };
+  switch (out_dtype) {
+    case DType::f16: return run(static_cast<__half*>(out));
+    case DType::bf16: return run(static_cast<__nv_bfloat16*>(out));
+    case DType::f32: return run(static_cast<float*>(out));
+    case DType::f64: return run(static_cast<double*>(out));
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+size_t packed_weight_bytes(const PackArgs& args) {
+  return static_cast<size_t>(args.groups) * ceil_div(args.c_out, args.n) * args.n * args.kernel_volume *
+         ceil_div(args.c_in, args.k) * args.k * dtype_bytes(args.input);
+}
+
+cudaError_t pack_weight(const PackArgs& args, cudaStream_t stream) {
+  switch (args.input) {
+    case DType::f16: return pack_input<__half>(args, stream);
+    case DType::bf16: return pack_input<__nv_bfloat16>(args, stream);
+    case DType::f32: return pack_input<float>(args, stream);
+    case DType::f64: return pack_input<double>(args, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t reduce_splits(const void* partial, DType acc, int splits, int64_t count, void* out, DType out_dtype,
+                          cudaStream_t stream) {
+  if (acc == DType::f32) return reduce_typed(static_cast<const float*>(partial), splits, count, out, out_dtype, stream);
+  if (acc == DType::f64) return reduce_typed(static_cast<const double*>(partial), splits, count, out, out_dtype, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace voxmma

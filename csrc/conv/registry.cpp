@@ -1,0 +1,45 @@
+// The table of every compiled kernel: one list per translation unit, in the order of the printed tile table.
+#include <cstring>
+
+#include "voxmma/kernels.h"
+
+namespace voxmma {
+
+#ifdef VOXMMA_SM90  // set by CMakeLists.txt where sm_90a is among the architectures
+const std::vector<KernelEntry>& fprop_sm90_f16_entries();
+const std::vector<KernelEntry>& fprop_sm90_bf16_entries();
+const std::vector<KernelEntry>& wgrad_sm90_f16_entries();
+const std::vector<KernelEntry>& wgrad_sm90_bf16_entries();
+#endif
+const std::vector<KernelEntry>& fprop_f16_entries();
+const std::vector<KernelEntry>& fprop_bf16_entries();
+const std::vector<KernelEntry>& wgrad_f16_entries();
+const std::vector<KernelEntry>& wgrad_bf16_entries();
+const std::vector<KernelEntry>& simt_f32_entries();
+const std::vector<KernelEntry>& simt_f64_entries();
+
+const std::vector<KernelEntry>& kernel_table() {
+  static const std::vector<KernelEntry> table = [] {
+    std::vector<KernelEntry> all;
+    for (const auto* entries : {
+#ifdef VOXMMA_SM90
+             &fprop_sm90_f16_entries(), &fprop_sm90_bf16_entries(), &wgrad_sm90_f16_entries(),
+             &wgrad_sm90_bf16_entries(),
+#endif
+             &fprop_f16_entries(), &fprop_bf16_entries(), &wgrad_f16_entries(), &wgrad_bf16_entries(),
+             &simt_f32_entries(), &simt_f64_entries()}) {
+      all.insert(all.end(), entries->begin(), entries->end());
+    }
+    return all;
+  }();
+  return table;
+}
+
+const KernelEntry* find_kernel(const char* name) {
+  for (const KernelEntry& entry : kernel_table()) {
+    if (std::strcmp(entry.config.name, name) == 0) return &entry;
+  }
+  return nullptr;
+}
+
+}  // namespace voxmma

@@ -1,0 +1,16 @@
+// bf16 weight gradient, mma.sync, fp32 accumulators. Shared memory: 213 KB, 145 KB and 77 KB.
+#include "wgrad_sm80.cuh"
+
+namespace voxmma {
+
+const std::vector<KernelEntry>& wgrad_bf16_entries() {
+  constexpr DType kIn = DType::bf16;
+  static const std::vector<KernelEntry> entries = {
+      wgrad_sm80_entry<WgradSm80<kIn, 64, 2, 90>>("sm80_bf16_wgrad_64x64"),
+      wgrad_sm80_entry<WgradSm80<kIn, 32, 2, 80>>("sm80_bf16_wgrad_32x64"),
+      wgrad_sm80_entry<WgradSm80<kIn, 32, 1, 80>>("sm80_bf16_wgrad_32x64_small"),
+  };
+  return entries;
+}
+
+}  // namespace voxmma

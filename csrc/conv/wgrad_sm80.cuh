@@ -1,0 +1,328 @@
+// Weight gradient with mma.sync (sm_80 and newer): dW[k] = sum over pairs (i, j) of offset k of x[i]^T dy[j], in fp32.
+//
+// A CTA owns up to 8 offsets, one 64-channel block of dy and one CI-channel block of x, and walks over a range of tiles.
+//   4 producer warps keep kStages tiles in flight: the pass's unique rows of x, the tile's rows of dy, the local indices
+//   8 consumer warps, one offset each: list the pairs of (tile, offset) without gaps, then multiply 16 pairs at a time;
+//     both operands come from the resident rows by ldmatrix.trans with one address per pair. Warps left over help with
+//     the offset next to the kernel's centre, which has the most pairs.
+// Partial sums of the ranges are added up in a fixed order by reduce_splits.
+#pragma once
+
+#include "common.cuh"
+#include "mma_sm80.cuh"
+
+namespace voxmma {
+
+template <DType In_, int CI_, int Stages_, int Arch_>
+struct WgradSm80 {
+  static constexpr DType In = In_;
+  static constexpr int CI = CI_, CO = 64;              // channels of x (MMA rows) and of dy (MMA columns)
+  static constexpr int kStages = Stages_;
+  static constexpr int kArch = Arch_;                  // 90: needs more shared memory and registers than an A100 gives
+  static constexpr int kWarps = 8;                     // consumers
+  static constexpr int kProducers = 4;                 // half of them copy x, half dy
+  static constexpr int kThreads = (kWarps + kProducers) * 32;
+  static constexpr int kFragsM = CI / 16, kFragsN = CO / 8;
+  static constexpr int kRowX = CI * 2, kRowY = CO * 2;
+  // One stage. The last row of dy and of x is zero: pairs that fill up a list point there.
+  static constexpr int kY = 0;                                   // [kTileM + 1][CO]
+  static constexpr int kX = kY + (kTileM + 1) * kRowY;           // [kUniqueMax + 1][CI]
+  static constexpr int kLocal = kX + (kUniqueMax + 1) * kRowX;   // [kWarps][kTileM] uint16
+  static constexpr int kInfo = kLocal + kWarps * kTileM * 2;     // int4 {1 or 0 = end, k_begin, k_count, 0}
+  static constexpr int kStageBytes = (kInfo + 16 + 127) / 128 * 128;
+  // Behind the stages.
+  static constexpr int kListLength = kTileM + kFragRows;
+  static constexpr int kList = kStages * kStageBytes;            // [kWarps][kListLength] uint32: x row | dy row << 16
+  static constexpr int kIndex = kList + kWarps * kListLength * 4;  // [kUniqueMax] x rows, [kTileM] dy rows of a step
+  static constexpr int kFull = kIndex + (kUniqueMax + kTileM) * 4;  // mbarriers [kStages]
+  static constexpr int kEmpty = kFull + kStages * 8;
+  static constexpr int kSmem = kEmpty + kStages * 8;
+  static_assert(kRowX == 128 || kRowX == 64, "rows of 64 or 128 bytes");
+  static_assert((kWarps - 1) * CI * CO * 4 <= kStages * kStageBytes, "helpers hand their sums over through the stages");
+};
+
+// Offsets of one CTA: blocks of nearly equal size, at most 8.
+__host__ __device__ inline int wgrad_offset_blocks(int kernel_volume) { return (kernel_volume + 7) / 8; }
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+inline constexpr bool kSm90a = true;
+#define VOXMMA_SETMAXNREG(direction, registers) \
+  asm volatile("setmaxnreg." direction ".sync.aligned.u32 %0;\n" ::"n"(registers))
+#else
+inline constexpr bool kSm90a = false;
+#define VOXMMA_SETMAXNREG(direction, registers)
+#endif
+
+template <class C>
+__device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_blocks, const int co_blocks, const int splits) {
+  using T = type_of<C::In>;
+  extern __shared__ __align__(1024) unsigned char smem[];
+  const PlanView& plan = args.plan;
+  const int volume = plan.kernel_volume;
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const uint32_t base = smem_address(smem);
+  const auto full = [&](int stage) { return base + C::kFull + stage * 8; };
+  const auto empty = [&](int stage) { return base + C::kEmpty + stage * 8; };
+
+  // Blocks that read the same tiles run next to each other: the range of tiles is the slowest index.
+  const int offset_blocks = wgrad_offset_blocks(volume);
+  unsigned rest = blockIdx.x;
+  const int ob = static_cast<int>(rest % offset_blocks);   rest /= offset_blocks;
+  const int co0 = static_cast<int>(rest % co_blocks) * C::CO;   rest /= co_blocks;
+  const int ci0 = static_cast<int>(rest % ci_blocks) * C::CI;   rest /= ci_blocks;
+  const int group = static_cast<int>(rest % args.groups);
+  const int split = static_cast<int>(rest / args.groups);
+  const int tile_begin = static_cast<int>(static_cast<int64_t>(plan.tiles) * split / splits);
+  const int tile_end = static_cast<int>(static_cast<int64_t>(plan.tiles) * (split + 1) / splits);
+  const int o0 = static_cast<int>(static_cast<int64_t>(volume) * ob / offset_blocks);  // offsets [o0, o1)
+  const int o1 = static_cast<int>(static_cast<int64_t>(volume) * (ob + 1) / offset_blocks);
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < C::kStages; ++s) {
+      mbarrier_init(full(s), C::kProducers * 32 + 1);  // every producer lane's copies, and the step's description
+      mbarrier_init(empty(s), C::kWarps);
+    }
+  }
+  for (int s = 0; s < C::kStages; ++s) {  // zero rows
+    unsigned char* stage = smem + s * C::kStageBytes;
+    if (threadIdx.x < C::kRowY / 16)
+      reinterpret_cast<uint4*>(stage + C::kY + kTileM * C::kRowY)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x < C::kRowX / 16)
+      reinterpret_cast<uint4*>(stage + C::kX + kMissing * C::kRowX)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+  }
+  __syncthreads();
+
+  if (warp >= C::kWarps) {
+    // ---- producers -----------------------------------------------------------------------------------------------
+    if constexpr (C::kArch == 90) VOXMMA_SETMAXNREG("dec", 56);
+    constexpr int kEach = C::kProducers / 2;                     // warps that share the rows of x, and of dy
+    const bool is_x = warp < C::kWarps + kEach;
+    const int sub = (warp - C::kWarps) % kEach;                  // which part of the rows
+    const bool describes = !is_x && sub == 0;                    // copies local indices and writes the description
+    int* index = reinterpret_cast<int*>(smem + C::kIndex) +      // numbers of the warp's rows in this step
+                 (is_x ? sub * (kUniqueMax / kEach) : kUniqueMax + sub * (kTileM / kEach));
+    int stage = 0, parity = 0;
+    // Copies rows [begin, end), numbered index[0], ... (-1: zeros): 16-byte piece lane % P of row lane / P, and so on.
+    const auto copy_rows = [&](auto row_bytes, uint32_t dst, const T* src, int64_t ld, int channel0, int channels,
+                               int begin, int end) {
+      constexpr int kRow = decltype(row_bytes)::value, kPieces = kRow / 16, kStride = 32 / kPieces;
+      const int piece = lane % kPieces, channel = channel0 + piece * 8;
+      const int bytes = max(0, min(16, (channels - channel) * 2));
+      const T* from = bytes > 0 ? src + channel : src;
+#pragma unroll 4
+      for (int row = begin + lane / kPieces; row < end; row += kStride) {
+        const int at = index[row - begin];
+        cp_async16(dst + row * kRow + swizzle(row, piece, kRow) * 16, from + (at < 0 ? 0 : at) * ld, at < 0 ? 0 : bytes);
+      }
+    };
+    const auto produce = [&](int tile, const Pass& pass) {
+      // The rows' numbers are fetched before the stage is free, so that their latency is hidden.
+      const int rows = is_x ? pass.uniq_count : kTileM;
+      const int begin = rows * sub / kEach, end = rows * (sub + 1) / kEach;
+      const int* numbers = is_x ? plan.uniq + static_cast<int64_t>(pass.uniq_begin4) * 4
+                                : plan.order + static_cast<int64_t>(tile) * kTileM;
+      __syncwarp();  // the previous step's numbers have been read
+#pragma unroll 4
+      for (int i = 0; i < kUniqueMax / kEach / 32; ++i)
+        if (begin + i * 32 + lane < end) index[i * 32 + lane] = __ldg(numbers + begin + i * 32 + lane);
+      __syncwarp();
+      mbarrier_wait(empty(stage), parity ^ 1);
+      const uint32_t dst = base + stage * C::kStageBytes;
+      if (is_x) {
+        copy_rows(std::integral_constant<int, C::kRowX>(), dst + C::kX,
+                  static_cast<const T*>(args.a) + group * args.a_group, args.lda, ci0, args.c_in, begin, end);
+      } else {
+        copy_rows(std::integral_constant<int, C::kRowY>(), dst + C::kY,
+                  static_cast<const T*>(args.b) + group * args.b_group, args.ldb, co0, args.c_out, begin, end);
+      }
+      if (describes) {
+        for (int k = max(o0, pass.k_begin); k < min(o1, pass.k_begin + pass.k_count); ++k) {
+          const uint16_t* src = plan.local + (static_cast<int64_t>(tile) * volume + k) * kTileM;
+          cp_async16(dst + C::kLocal + (k - o0) * kTileM * 2 + lane * 16, src + lane * 8);
+        }
+        if (lane == 0) {
+          *reinterpret_cast<int4*>(smem + stage * C::kStageBytes + C::kInfo) = make_int4(1, pass.k_begin, pass.k_count, 0);
+          mbarrier_arrive(full(stage));
+        }
+      }
+      mbarrier_arrive_cp_async(full(stage));
+      if (++stage == C::kStages) stage = 0, parity ^= 1;
+    };
+
+    for (int tile = tile_begin; tile < tile_end; ++tile) {
+      const int2 passes = __ldg(plan.tile_pass + tile);
+      for (int first = 0; first < passes.y; first += 32) {  // 32 passes at a time, one a lane
+        Pass mine = {0, 0, 0, 0};
+        if (first + lane < passes.y) mine = load_pass(plan, passes.x + first + lane);
+        uint32_t hits = __ballot_sync(
+            ~0u, mine.k_begin < o1 && mine.k_begin + mine.k_count > o0 && mine.uniq_count > 0);
+        for (; hits; hits &= hits - 1) {
+          const int from = __ffs(hits) - 1;
+          const Pass pass = {__shfl_sync(~0u, mine.k_begin, from), __shfl_sync(~0u, mine.k_count, from),
+                             __shfl_sync(~0u, mine.uniq_begin4, from), __shfl_sync(~0u, mine.uniq_count, from)};
+          produce(tile, pass);
+        }
+      }
+    }
+    mbarrier_wait(empty(stage), parity ^ 1);  // the end
+    if (describes && lane == 0) {
+      *reinterpret_cast<int4*>(smem + stage * C::kStageBytes + C::kInfo) = make_int4(0, 0, 0, 0);
+      mbarrier_arrive(full(stage));
+    }
+    mbarrier_arrive_cp_async(full(stage));
+    return;
+  }
+
+  // ---- consumers ---------------------------------------------------------------------------------------------------
+  if constexpr (C::kArch == 90) VOXMMA_SETMAXNREG("inc", 224);
+  const int count = o1 - o0, spare = C::kWarps - count;
+  const int helped = max(o0, min(volume / 2, o1 - 1));       // the offset that the spare warps share
+  const int part = warp < count ? 0 : warp - count + 1;
+  const int k = part == 0 ? o0 + warp : helped;
+  const int parts = k == helped ? 1 + spare : 1;             // this warp takes fragments part, part + parts, ...
+  uint32_t* list = reinterpret_cast<uint32_t*>(smem + C::kList) + warp * C::kListLength;
+
+  Accumulator<C::In, Accum::f32> acc[C::kFragsM][C::kFragsN];  // [CI / 16][CO / 8] of m16n8: x channels by dy channels
+  int stage = 0, parity = 0;
+  while (true) {
+    mbarrier_wait(full(stage), parity);
+    const int4 info = *reinterpret_cast<const int4*>(smem + stage * C::kStageBytes + C::kInfo);
+    if (info.x == 0) break;
+    if (k >= info.y && k < info.y + info.z) {
+      // The pairs of this tile and offset, without gaps, filled up with zero rows to a multiple of 16.
+      const uint16_t* local =
+          reinterpret_cast<const uint16_t*>(smem + stage * C::kStageBytes + C::kLocal) + (k - o0) * kTileM;
+      int pairs = 0;
+#pragma unroll
+      for (int row = lane; row < kTileM; row += 32) {
+        const int from = local[row];
+        const uint32_t has = __ballot_sync(~0u, from != kMissing);
+        if (from != kMissing) list[pairs + __popc(has & ((1u << lane) - 1))] = from | row << 16;
+        pairs += __popc(has);
+      }
+      if (lane < kFragRows) list[pairs + lane] = kMissing | kTileM << 16;
+      __syncwarp();
+      const int frags = (pairs + kFragRows - 1) / kFragRows;
+
+      // A = x^T [CI][16 pairs]: lane gives pair 8 (lane / 16) + lane % 8, channels 8 (lane / 8 % 2) ...
+      // B = dy [16 pairs][CO]:  lane gives pair lane % 16, channels 8 (lane / 16) ...
+      // The next 16 channels are 32 bytes on before swizzling: address ^ 32.
+      const uint32_t s_x = base + stage * C::kStageBytes + C::kX;
+      const uint32_t s_y = base + stage * C::kStageBytes + C::kY;
+      uint32_t a[C::kFragsM][4], b[2][C::kFragsN / 2][4];
+      uint32_t entry_x = 0, entry_y = 0;  // list entries of the fragment after the one being loaded
+      uint32_t row_x = 0, row_y = 0;      // its shared memory addresses
+      const auto read_list = [&](int frag) {
+        const int at = min(frag, kFrags) * kFragRows;  // behind the end: read, never used
+        entry_x = list[at + lane / 16 * 8 + lane % 8];
+        entry_y = list[at + lane % 16];
+      };
+      const auto locate = [&] {
+        const int x = static_cast<int>(entry_x & 0xffff), y = static_cast<int>(entry_y >> 16);
+        row_x = s_x + x * C::kRowX + swizzle(x, lane / 8 % 2, C::kRowX) * 16;
+        row_y = s_y + y * C::kRowY + swizzle(y, lane / 16, C::kRowY) * 16;
+      };
+      const auto load_y = [&](auto buffer) {
+#pragma unroll
+        for (int n = 0; n < C::kFragsN / 2; ++n) ldmatrix_x4_trans(b[buffer][n], row_y ^ (n * 32));
+      };
+      int frag = part;
+      // Multiplies fragment `frag` and loads the one after it meanwhile; returns false behind the last one.
+      const auto step = [&](auto buffer) {
+        const bool more = frag + parts < frags;
+        if (more) {
+          locate();
+          read_list(frag + 2 * parts);
+          load_y(std::integral_constant<int, 1 - buffer>());
+        }
+#pragma unroll
+        for (int m = 0; m < C::kFragsM; ++m) {
+#pragma unroll
+          for (int n = 0; n < C::kFragsN; ++n)
+            acc[m][n].mma(a[m], b[buffer][n / 2][n % 2 * 2], b[buffer][n / 2][n % 2 * 2 + 1]);
+          if (more) ldmatrix_x4_trans(a[m], row_x ^ (m * 32));
+        }
+        frag += parts;
+        return more;
+      };
+      if (frag < frags) {
+        read_list(frag);
+        locate();
+        read_list(frag + parts);
+        load_y(std::integral_constant<int, 0>());
+#pragma unroll
+        for (int m = 0; m < C::kFragsM; ++m) ldmatrix_x4_trans(a[m], row_x ^ (m * 32));
+        while (step(std::integral_constant<int, 0>()) && step(std::integral_constant<int, 1>())) {}
+      }
+    }
+    __syncwarp();  // every lane has read its operands (and its list): the stage may be overwritten
+    if (lane == 0) mbarrier_arrive(empty(stage));
+    if (++stage == C::kStages) stage = 0, parity ^= 1;
+  }
+
+  // Helpers hand their sums over, register by register; the owner adds them in order.
+  constexpr int kRegs = C::kFragsM * C::kFragsN * 4;
+  float* sums = reinterpret_cast<float*>(smem);  // [helper][kRegs][32]
+  const auto consumers_sync = [] { asm volatile("bar.sync 1, %0;\n" ::"n"(C::kWarps * 32) : "memory"); };
+  consumers_sync();  // nobody reads a stage any more, and no copy is in flight
+  if (part > 0) {
+#pragma unroll
+    for (int r = 0; r < kRegs; ++r)
+      sums[((part - 1) * kRegs + r) * 32 + lane] = acc[r / 4 / C::kFragsN][r / 4 % C::kFragsN].v[r % 4];
+  }
+  consumers_sync();
+  if (part > 0) return;
+  for (int helper = 0; helper < parts - 1; ++helper) {
+#pragma unroll
+    for (int r = 0; r < kRegs; ++r)
+      acc[r / 4 / C::kFragsN][r / 4 % C::kFragsN].v[r % 4] += sums[(helper * kRegs + r) * 32 + lane];
+  }
+
+  // partial[split][K][G][c_in][c_out]
+  const int64_t block = (static_cast<int64_t>(split) * volume + k) * args.groups + group;
+  float* out = static_cast<float*>(args.workspace) + block * args.c_in * args.c_out + co0;
+#pragma unroll
+  for (int m = 0; m < C::kFragsM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int ci = ci0 + m * 16 + half * 8 + lane / 4;
+      store_row<float, C::kFragsN>(ci < args.c_in ? out + static_cast<int64_t>(ci) * args.c_out : nullptr,
+                                   args.c_out - co0, args.c_out % 2 == 0, [&](int n) { return acc[m][n].row(half); });
+    }
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+wgrad_sm80_kernel(const ConvArgs args, const int ci_blocks, const int co_blocks, const int splits) {
+  if constexpr (C::kArch == 80 || kSm90a) wgrad_sm80<C>(args, ci_blocks, co_blocks, splits);
+}
+
+template <class C>
+struct WgradSm80Launch {
+  static int64_t blocks(const ConvArgs& args) {  // CTAs of one split
+    return wgrad_offset_blocks(args.plan.kernel_volume) * ceil_div(args.c_in, C::CI) * ceil_div(args.c_out, C::CO) *
+           args.groups;
+  }
+  static int64_t count(const ConvArgs& args) {
+    return static_cast<int64_t>(args.plan.kernel_volume) * args.groups * args.c_in * args.c_out;
+  }
+  static int splits(const ConvArgs& args) { return wgrad_splits(args, blocks(args), count(args), 4); }
+  static size_t workspace(const ConvArgs& args) { return static_cast<size_t>(splits(args)) * count(args) * 4; }
+  static cudaError_t launch(const ConvArgs& args, cudaStream_t stream) {
+    const cudaError_t status = launch_kernel(
+        wgrad_sm80_kernel<C>, blocks(args) * splits(args), C::kThreads, C::kSmem, stream, args,
+        static_cast<int>(ceil_div(args.c_in, C::CI)), static_cast<int>(ceil_div(args.c_out, C::CO)), splits(args));
+    if (status != cudaSuccess) return status;
+    return reduce_splits(args.workspace, DType::f32, splits(args), count(args), args.out, args.out_dtype, stream);
+  }
+};
+
+template <class C>
+KernelEntry wgrad_sm80_entry(const char* name) {
+  using Launch = WgradSm80Launch<C>;
+  return {{name, Op::wgrad, C::In, Accum::f32, C::CI, C::CO, kFragRows, C::kStages,
+           Accumulator<C::In, Accum::f32>::kAtom, 0, C::kArch}, Launch::workspace, Launch::launch};
+}
+
+}  // namespace voxmma

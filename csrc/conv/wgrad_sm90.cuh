@@ -1,0 +1,383 @@
+// wgrad on Hopper: dW[k] (C_in x C_out) = sum over tile rows of X[neighbour k]^T dY[row], wgmma with the reduction
+// running over the rows of a tile, 16 a step. A = X^T comes gathered and transposed into registers (ldmatrix.trans,
+// one address a row); B = dY lies in shared memory in tile order, the MN-major wgmma image. A step in which no row
+// has a neighbour under the offset is skipped. The accumulator is fp32, always.
+//
+// A CTA owns a block of CK input channels x BN output channels for `slots` kernel offsets of one group, over a
+// contiguous range of tiles (a split). Its two consumer warpgroups hold J accumulators of 64 x BN each; a
+// CK = 32 accumulator stacks two offsets (rows 0-31 and 32-63). Partial sums go to workspace[split][K][G][Ci][Co]
+// and are added by reduce_splits in a fixed order: no atomics, bitwise repeatable.
+//
+//   row ring   unique input rows of a pass, CK channels; local indices of the CTA's offsets, fragment masks
+//   dy ring    kHalfRows rows of dY, BN channels: half a tile a stage, so that the next tile's rows arrive meanwhile
+// Registers: 384 threads x 168 at launch = producers 128 x 40 + consumers 256 x 232. (Three consumer warpgroups of
+// 160 registers hold no 128-register accumulator beside the rest: ptxas serialises their wgmma, message C7512.)
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "sm90.cuh"
+
+namespace voxmma {
+
+cudaError_t reduce_splits(const void* partial, DType acc, int splits, int64_t count, void* out, DType out_dtype,
+                          cudaStream_t stream);  // pack.cu
+
+namespace sm90 {
+
+template <class T_, int BN_, int CK_>
+struct WgradConfig {
+  using T = T_;
+  static constexpr int BN = BN_, CK = CK_;
+  static constexpr int kConsumers = 2;
+  static constexpr int kThreads = kWarpGroup * (kConsumers + 1);
+  static constexpr int kStack = 64 / CK;                   // offsets stacked in one accumulator
+  static constexpr int J = BN == 128 ? 3 : 6;              // accumulators of a warpgroup: 192 registers at most
+  static constexpr int kSlots = kConsumers * J * kStack;   // offsets of a CTA
+  static constexpr int kHalfRows = kTileM / 2;
+  static constexpr int kSteps = kHalfRows / 16;
+  static constexpr int kRowBytes = CK * 2;
+  static constexpr int kRowSlots = 2, kDySlots = 2;
+  static constexpr int kRowSlotBytes = (kUniqueMax + 1) * kRowBytes;
+  static constexpr int kDyAtom = BN >= 64 ? 64 : 32;       // channels of one swizzled dY row
+  static constexpr int kDyRowBytes = kDyAtom * 2;
+  static constexpr int kDyAtomBytes = kHalfRows * kDyRowBytes;
+  static constexpr int kDySlotBytes = kDyAtomBytes * (BN / kDyAtom);
+  static constexpr int kLocalBytes = kSlots * kTileM * 2;
+
+  static constexpr int kDyAt = 0;
+  static constexpr int kRowAt = kDyAt + kDySlots * kDySlotBytes;
+  static constexpr int kLocalAt = kRowAt + kRowSlots * kRowSlotBytes;
+  static constexpr int kFragAt = kLocalAt + kRowSlots * kLocalBytes;
+  static constexpr int kHeadAt = kFragAt + kRowSlots * kFrags * 4;
+  static constexpr int kBarAt = kHeadAt + kRowSlots * 16;
+  static constexpr int kSmemBytes = kBarAt + 2 * (kRowSlots + kDySlots) * 8 + 1024;
+  static_assert(kDySlotBytes % 1024 == 0 && kLocalAt % 16 == 0 && kBarAt % 8 == 0 && kSmemBytes <= 227 * 1024);
+};
+
+// How the grid covers (offset groups x channel blocks x groups) x splits of the tiles.
+struct WgradGrid {
+  int offset_groups, blocks_m, blocks_n, combos, splits;
+};
+
+template <class C>
+WgradGrid wgrad_grid(const ConvArgs& args) {
+  WgradGrid g;
+  g.offset_groups = (args.plan.kernel_volume + C::kSlots - 1) / C::kSlots;
+  g.blocks_m = (args.c_in + C::CK - 1) / C::CK;
+  g.blocks_n = (args.c_out + C::BN - 1) / C::BN;
+  g.combos = g.offset_groups * g.blocks_m * g.blocks_n * args.groups;
+  const int64_t per_split = int64_t(args.plan.kernel_volume) * args.groups * args.c_in * args.c_out * 4;
+  const int64_t room = std::max<int64_t>(1, (int64_t(256) << 20) / std::max<int64_t>(1, per_split));
+  const int most = int(std::min<int64_t>({room, std::max(1, args.plan.tiles / 2), 256}));
+  // The smallest number of splits that leaves at most a tenth of the multiprocessors idle over whole waves.
+  g.splits = 1;
+  double best = 0;
+  for (int s = 1; s <= most; ++s) {
+    const int64_t ctas = int64_t(s) * g.combos;
+    const int64_t waves = (ctas + args.sm_count - 1) / args.sm_count;
+    if (waves > 4 && best > 0) break;
+    const double used = double(ctas) / double(waves * args.sm_count);
+    if (used > best + 0.02) {
+      best = used;
+      g.splits = s;
+    }
+    if (best >= 0.95) break;
+  }
+  return g;
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    wgrad_kernel(const __grid_constant__ ConvArgs args, const __grid_constant__ WgradGrid grid) {
+#if defined(VOXMMA_SM90A)
+  using T = typename C::T;
+  constexpr int BN = C::BN, CK = C::CK, J = C::J;
+  using AtomT = typename Atom<T, float, BN, GMMA::Major::MN>::type;
+
+  extern __shared__ char smem_raw[];
+  char* smem = smem_raw + ((1024 - (cute::cast_smem_ptr_to_uint(smem_raw) & 1023)) & 1023);
+  const uint32_t smem_u = cute::cast_smem_ptr_to_uint(smem);
+  uint64_t* row_full = reinterpret_cast<uint64_t*>(smem + C::kBarAt);
+  uint64_t* row_empty = row_full + C::kRowSlots;
+  uint64_t* dy_full = row_empty + C::kRowSlots;
+  uint64_t* dy_empty = dy_full + C::kDySlots;
+
+  const PlanView& plan = args.plan;
+  const int volume = plan.kernel_volume;
+  // combos run fastest, so that the CTAs reading the same tiles run at the same time
+  const int split = blockIdx.x / grid.combos;
+  int combo = blockIdx.x % grid.combos;
+  const int og = combo % grid.offset_groups;
+  combo /= grid.offset_groups;
+  const int mb = combo % grid.blocks_m;
+  combo /= grid.blocks_m;
+  const int nb = combo % grid.blocks_n, g = combo / grid.blocks_n;
+  const int tile0 = int(int64_t(split) * plan.tiles / grid.splits);
+  const int tile1 = int(int64_t(split + 1) * plan.tiles / grid.splits);
+  // offset of slot i: og + i * offset_groups, spread so that the well-filled offsets are shared out
+  const int slots = (volume - og + grid.offset_groups - 1) / grid.offset_groups;
+  auto slot_offset = [&](int slot) { return og + slot * grid.offset_groups; };
+
+  const int group_id = threadIdx.x / kWarpGroup;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::kRowSlots; ++i) {
+      Barrier::init(row_full + i, kGatherThreads + 1);
+      Barrier::init(row_empty + i, C::kConsumers * 4);
+    }
+    for (int i = 0; i < C::kDySlots; ++i) {
+      Barrier::init(dy_full + i, kGatherThreads);
+      Barrier::init(dy_empty + i, C::kConsumers * 4);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  for (int i = threadIdx.x; i < C::kRowSlots * C::kRowBytes / 4; i += C::kThreads) {  // the zero rows
+    const int slot = i / (C::kRowBytes / 4), word = i % (C::kRowBytes / 4);
+    reinterpret_cast<uint32_t*>(smem + C::kRowAt + slot * C::kRowSlotBytes + kUniqueMax * C::kRowBytes)[word] = 0;
+  }
+  __syncthreads();
+
+  // A pass matters to this CTA when one of its offsets lies in [k_begin, k_begin + k_count) and has neighbours.
+  auto first_slot = [&](int k) { return k <= og ? 0 : (k - og + grid.offset_groups - 1) / grid.offset_groups; };
+  auto slot_range = [&](const Pass& p) {
+    return make_int2(first_slot(p.k_begin), min(slots, first_slot(p.k_begin + p.k_count)));
+  };
+
+  if (group_id == C::kConsumers) {  // ---- producer warpgroup ----
+    cutlass::arch::warpgroup_reg_dealloc<40>();
+    PassWalk walk(plan, tile0, 1, tile1, 1);
+    RingState<C::kRowSlots> rs;
+    if (warp == C::kConsumers * 4) {  // indices and masks
+      while (!walk.done()) {
+        const int id = walk.pass();
+        const Pass pass = load_pass(plan.passes + id);
+        const int2 range = slot_range(pass);
+        if (range.x < range.y && pass.uniq_count > 0) {
+          if (lane == 0) {
+            wait_empty(row_empty + rs.index, rs.phase);
+            *reinterpret_cast<int4*>(smem + C::kHeadAt + rs.index * 16) = make_int4(pass.k_begin, range.x, range.y, 0);
+            uint64_t* bar = row_full + rs.index;
+            Barrier::arrive_and_expect_tx(bar, (range.y - range.x) * kTileM * 2 + kFrags * 4);
+            cute::SM90_BULK_COPY_G2S::copy(plan.frag + int64_t(id) * kFrags, bar,
+                                           smem + C::kFragAt + rs.index * kFrags * 4, kFrags * 4);
+            for (int i = range.x; i < range.y; ++i) {
+              cute::SM90_BULK_COPY_G2S::copy(plan.local + (int64_t(walk.tile()) * volume + slot_offset(i)) * kTileM, bar,
+                                             smem + C::kLocalAt + rs.index * C::kLocalBytes + i * kTileM * 2, kTileM * 2);
+            }
+          }
+          __syncwarp();
+          rs.advance();
+        }
+        walk.advance();
+      }
+      if (lane == 0) {  // an empty-headed slot ends the consumers' loop
+        wait_empty(row_empty + rs.index, rs.phase);
+        *reinterpret_cast<int4*>(smem + C::kHeadAt + rs.index * 16) = make_int4(-1, 0, 0, 0);
+        arrive(row_full + rs.index);
+      }
+    } else {  // rows
+      const int gather_warp = warp - (C::kConsumers * 4 + 1);
+      RingState<C::kDySlots> ds;
+      const char* x = static_cast<const char*>(args.a) + (g * args.a_group + mb * CK) * 2;
+      const char* dy = static_cast<const char*>(args.b) + (g * args.b_group + nb * BN) * 2;
+      const int x_valid = (args.c_in - mb * CK + 7) / 8;
+      RowIds<kUniqueMax> ids;
+      RowIds<kTileM> dy_ids;
+      Pass pass = walk.done() ? Pass{} : load_pass(plan.passes + walk.pass());
+      auto load_ids = [&](int tile) {
+        ids.load(plan.uniq + int64_t(pass.uniq_begin4) * 4, pass.uniq_count, gather_warp, lane);
+        dy_ids.load(plan.order + int64_t(tile) * kTileM, kTileM, gather_warp, lane);
+      };
+      if (!walk.done()) load_ids(walk.tile());
+      while (!walk.done()) {
+        const int2 range = slot_range(pass);
+        const int count = pass.uniq_count;
+        const int ahead = walk.peek();
+        if (ahead >= 0) pass = load_pass(plan.passes + ahead);  // arrives while this pass is copied
+        if (range.x < range.y && count > 0) {
+          wait_empty(row_empty + rs.index, rs.phase);
+          ids.gather<C::kRowBytes, 0, kUniqueMax>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, x, uint32_t(args.lda * 2),
+                                                  count, x_valid, gather_warp, lane);
+          cutlass::arch::cpasync_barrier_arrive_noinc(row_full + rs.index);
+          rs.advance();
+          auto copy_dy = [&](auto half) {
+            wait_empty(dy_empty + ds.index, ds.phase);
+#pragma unroll 1
+            for (int a = 0; a < BN / C::kDyAtom; ++a) {
+              dy_ids.gather<C::kDyRowBytes, half * C::kHalfRows, C::kHalfRows>(
+                  smem_u + C::kDyAt + ds.index * C::kDySlotBytes + a * C::kDyAtomBytes, dy + a * C::kDyRowBytes,
+                  uint32_t(args.ldb * 2), kTileM, (args.c_out - nb * BN - a * C::kDyAtom + 7) / 8, gather_warp, lane);
+            }
+            cutlass::arch::cpasync_barrier_arrive_noinc(dy_full + ds.index);
+            ds.advance();
+          };
+          copy_dy(std::integral_constant<int, 0>{});
+          copy_dy(std::integral_constant<int, 1>{});
+        }
+        walk.advance();
+        if (!walk.done()) load_ids(walk.tile());
+      }
+      asm volatile("cp.async.wait_all;\n" ::: "memory");
+      wait_empty(row_empty + rs.index, rs.phase);
+      arrive(row_full + rs.index);  // no rows in the ending slot
+    }
+  } else {  // ---- consumer warpgroups ----
+    cutlass::arch::warpgroup_reg_alloc<232>();
+    RingState<C::kRowSlots> rs;
+    RingState<C::kDySlots> ds;
+    const int wg_warp = warp % 4;
+    // ldmatrix.trans: lanes 0-7, 8-15 give rows 0-7 of channels +0 and +8, lanes 16-23, 24-31 rows 8-15 of the same
+    const int lane_row = (lane & 7) + (lane >> 4) * 8;
+    constexpr int kWarpsPerOffset = CK / 16;  // 4 or 2
+    const int piece = wg_warp % kWarpsPerOffset * 2 + ((lane >> 3) & 1);
+    const int stacked = wg_warp / kWarpsPerOffset;
+
+    Accumulator<float, BN> acc[J];  // (64, BN) each: kStack offsets x CK channels
+#pragma unroll
+    for (int j = 0; j < J; ++j) acc[j].clear();
+
+    // B of a step: 16 rows (K) x BN channels (N), N-major; rows of kDyAtom channels, atoms kDyAtomBytes apart
+    using SmemAtom = std::conditional_t<C::kDyAtom == 64, GMMA::Layout_MN_SW128_Atom<T>, GMMA::Layout_MN_SW64_Atom<T>>;
+    auto sB = cute::make_tensor(
+        cute::make_smem_ptr(reinterpret_cast<T*>(smem + C::kDyAt)),
+        cute::tile_to_shape(SmemAtom{}, cute::Shape<cute::Int<BN>, cute::Int<C::kHalfRows>>{}, cute::Step<cute::_2, cute::_1>{}));
+    const uint64_t desc0 = GMMA::make_gmma_desc<GMMA::Major::MN>(
+        cute::local_tile(sB, cute::Shape<cute::Int<BN>, cute::_16>{}, cute::make_coord(0, 0)));
+
+    while (true) {
+      wait_full(row_full + rs.index, rs.phase);
+      const int4 head = reinterpret_cast<const int4*>(smem + C::kHeadAt)[rs.index];
+      if (head.x < 0) break;
+      const uint32_t frag = reinterpret_cast<const uint32_t*>(smem + C::kFragAt)[rs.index * kFrags + lane % kFrags];
+      const uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
+      const char* local = smem + C::kLocalAt + rs.index * C::kLocalBytes;
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        wait_full(dy_full + ds.index, ds.phase);
+        cutlass::arch::fence_view_async_shared();  // dY was written by cp.async and is read through the async proxy
+        const uint64_t desc = desc0 + uint32_t(ds.index * (C::kDySlotBytes >> 4));
+#pragma unroll
+        for (int j = 0; j < J; ++j) {
+          // slots of accumulator j, dealt round robin so that a short last group is shared by the warpgroups
+          uint32_t bits = 0;
+          int my_slot = -1;
+#pragma unroll
+          for (int s = 0; s < C::kStack; ++s) {
+            const int slot = (j * C::kStack + s) * C::kConsumers + group_id;
+            const bool here = slot >= head.y && slot < head.z;
+            if (here) bits |= 1u << (slot_offset(slot) - head.x);
+            if (here && s == stacked) my_slot = slot;
+          }
+          // bit i: step i of this half has a row with a neighbour
+          uint32_t steps = (__ballot_sync(0xffffffffu, (frag & bits) != 0) >> (half * C::kSteps)) & ((1u << C::kSteps) - 1);
+          if (steps == 0) continue;
+          const uint16_t* index = reinterpret_cast<const uint16_t*>(local + max(my_slot, 0) * kTileM * 2) +
+                                  half * C::kHalfRows + lane_row;
+          auto pop = [&]() {  // next active step, -1 behind the last
+            const int step = steps ? __ffs(steps) - 1 : -1;
+            steps &= steps - 1;
+            return step;
+          };
+          auto row_of = [&](int step) { return my_slot >= 0 && step >= 0 ? int(index[step * 16]) : kMissing; };
+          auto load = [&](uint32_t (&a)[4], int idx) {
+            ldmatrix_x4_trans(a, rows + idx * C::kRowBytes + swizzle<C::kRowBytes>(piece, idx) * 16);
+          };
+          auto desc_of = [&](int step) { return desc + uint32_t(max(step, 0) * (16 * C::kDyRowBytes >> 4)); };
+          // Two steps a turn: while they multiply, the row indices and then A of the next two arrive.
+          uint32_t a0[4], a1[4];
+          int s0 = pop(), s1 = pop();
+          load(a0, row_of(s0));
+          load(a1, row_of(s1));
+          while (s0 >= 0) {
+            const int n0 = pop(), n1 = pop();
+            const int idx0 = row_of(n0), idx1 = row_of(n1);
+            acc[j].fence();
+            cute::warpgroup_arrive();
+            wgmma<AtomT>(acc[j], a0, desc_of(s0));
+            cute::warpgroup_commit_batch();
+            wgmma<AtomT>(acc[j], a1, desc_of(s1));
+            cute::warpgroup_commit_batch();
+            cute::warpgroup_wait<1>();  // the first product is done: a0 is free
+            load(a0, idx0);
+            cute::warpgroup_wait<0>();
+            load(a1, idx1);
+            s0 = n0;
+            s1 = n1;
+          }
+          acc[j].fence();
+        }
+        __syncwarp();
+        if (lane == 0) arrive(dy_empty + ds.index);
+        ds.advance();
+      }
+      if (lane == 0) arrive(row_empty + rs.index);
+      rs.advance();
+    }
+
+    // ---- epilogue: this split's partial sums, zeros included ----
+    float* partial = static_cast<float*>(args.workspace) + int64_t(split) * volume * args.groups * args.c_in * args.c_out;
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      const int slot = (j * C::kStack + stacked) * C::kConsumers + group_id;
+      if (slot >= slots) continue;
+      const int k = slot_offset(slot);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int ci = mb * CK + wg_warp % kWarpsPerOffset * 16 + half * 8 + lane / 4;
+        if (ci >= args.c_in) continue;
+        float* out = partial + ((int64_t(k) * args.groups + g) * args.c_in + ci) * args.c_out + nb * BN;
+        const int left = args.c_out - nb * BN;
+#pragma unroll
+        for (int i = 0; i < BN / 8; ++i) {
+          const int col = 8 * i + 2 * (lane % 4);
+          const float2 v = acc[j].pair(i, half);
+          if (args.c_out % 2 == 0 && col < left) {
+            *reinterpret_cast<float2*>(out + col) = v;
+          } else {
+            if (col < left) out[col] = v.x;
+            if (col + 1 < left) out[col + 1] = v.y;
+          }
+        }
+      }
+    }
+  }
+#endif
+}
+
+inline int64_t wgrad_count(const ConvArgs& args) {
+  return int64_t(args.plan.kernel_volume) * args.groups * args.c_in * args.c_out;
+}
+
+template <class C>
+size_t wgrad_workspace(const ConvArgs& args) {
+  return size_t(wgrad_grid<C>(args).splits) * wgrad_count(args) * 4;
+}
+
+template <class C>
+cudaError_t wgrad_launch(const ConvArgs& args, cudaStream_t stream) {
+  const int64_t count = wgrad_count(args);
+  if (count == 0) return cudaSuccess;
+  const WgradGrid grid = wgrad_grid<C>(args);
+  const int64_t ctas = int64_t(grid.combos) * grid.splits;
+  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
+  auto kernel = wgrad_kernel<C>;
+  cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes);
+  if (err != cudaSuccess) return err;
+  kernel<<<int(ctas), C::kThreads, C::kSmemBytes, stream>>>(args, grid);
+  err = cudaGetLastError();
+  if (err != cudaSuccess) return err;
+  return reduce_splits(args.workspace, DType::f32, grid.splits, count, args.out, args.out_dtype, stream);
+}
+
+template <class C>
+KernelEntry wgrad_entry(const char* name, DType input) {
+  return {{name, Op::wgrad, input, Accum::f32, C::CK, C::BN, 16, C::kDySlots,
+           Atom<typename C::T, float, C::BN, GMMA::Major::MN>::name, 0, 90},
+          wgrad_workspace<C>, wgrad_launch<C>};
+}
+
+}  // namespace sm90
+}  // namespace voxmma

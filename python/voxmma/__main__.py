@@ -1,0 +1,5 @@
+"""`python -m voxmma`."""
+
+from voxmma.cli import main
+
+main()

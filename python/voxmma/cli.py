@@ -1,0 +1,184 @@
+"""The `voxmma` command; `python -m voxmma` is the same.
+
+Each command is a few lines here around a module that does the work: its `run` returns plain data and its
+`render` makes something rich can print. With --json a command prints that data and nothing else on standard
+output; progress goes to standard error in either case.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import voxmma
+from voxmma import bench as bench_module
+from voxmma import demo as demo_module
+from voxmma import doctor as doctor_module
+from voxmma import report, speedbench, sweep
+
+app = typer.Typer(
+    help="3-D sparse convolution with tensor-core precision under control.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def show(data: Any, table: Any, as_json: bool) -> None:
+    """Prints a result: `data` as JSON, or `table`, which in a file or pipe gets the width that it needs."""
+    if as_json:
+        typer.echo(json.dumps(data, indent=1))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(Console(width=1_000).measure(table).maximum, 80))
+    console.print(table)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on standard error; call what this yields with a text before each of `total` steps."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=total)
+        started = 0
+
+        def advance(text: str) -> None:
+            nonlocal started
+            bars.update(task, description=text, completed=started)
+            started += 1
+
+        yield advance
+        bars.update(task, completed=total)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(voxmma.__version__)
+        raise typer.Exit
+
+
+class Devices(str, Enum):
+    """Choices of --device."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+    every = "all"
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.png.")] = Path("voxmma-demo"),
+    device: Annotated[Devices, typer.Option(help="Where to run.")] = Devices.every,
+    voxel_size: Annotated[float, typer.Option(help="Metres.", min=0.01)] = demo_module.VOXEL_SIZE,
+    repeats: Annotated[int | None, typer.Option(help="Timed runs per figure.", min=1)] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a small network on the shipped scan in every precision mode and compare each with fp64.
+
+    The exit code is 1 if a layer's error is above its worst-case bound.
+    """
+    devices = [d for d in doctor_module.usable_devices() if device is Devices.every or d.type == device.value]
+    if not devices:
+        raise typer.BadParameter("no GPU can be used here; voxmma doctor says why", param_hint="--device")
+    with progress(len(devices) * len(demo_module.MODES)) as advance:
+        result = demo_module.run(devices, voxel_size, repeats, advance)
+    written = demo_module.save(result, out)
+    show(result, demo_module.render(result), as_json)
+    typer.echo(f"written: {', '.join(str(path) for path in written)}", err=True)
+    if not all(row["within_bound"] for row in result["rows"]):
+        typer.echo("error above the worst-case bound: see the marked rows", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this installation has and what is missing. Exit code 0 if it is usable, on a CPU at least."""
+    checks = doctor_module.run()
+    show(doctor_module.as_data(checks), doctor_module.render(checks), as_json)
+    if not doctor_module.usable(checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def tiles(
+    device: Annotated[
+        str | None, typer.Option(help="For this device, such as cuda:1, and not the default.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print the tile table: every kernel in this build, where it runs, and the published role it takes."""
+    table = voxmma.tiles(device)
+    show([asdict(row) for row in table], table, as_json)
+
+
+bench = typer.Typer(help="Times and errors on this machine; without a subcommand: layers.")
+app.add_typer(bench, name="bench")
+
+
+@bench.callback(invoke_without_command=True)
+def _bench(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        layers()
+
+
+@bench.command()
+def layers(
+    scene: Annotated[list[str] | None, typer.Option(help="surface, lidar, room; default: all.")] = None,
+    channels: Annotated[str, typer.Option(help="C or C_inxC_out, with commas.")] = "32,64,128",
+    dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32, with commas.")] = "fp16",
+    fp16_accum: Annotated[bool, typer.Option(help="Run fp16 with both accumulators.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if it can be used.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Timed runs per figure.", min=1)] = None,
+    as_json: Json = False,
+) -> None:
+    """Time forward, gradients and map of single layers on generated scenes, with the error of each.
+
+    The exit code is 1 if an error is above its worst-case bound.
+    """
+    usable = {found.type: found for found in doctor_module.usable_devices()}
+    chosen = device or ("cuda" if "cuda" in usable else "cpu")
+    if chosen not in usable:
+        raise typer.BadParameter(f"{chosen!r} cannot be used here; see voxmma doctor", param_hint="--device")
+    names, dtypes = scene or list(bench_module.SCENES), dtype.split(",")
+    for value, known, hint in (
+        (names, bench_module.SCENES, "--scene"),
+        (dtypes, bench_module.DTYPES, "--dtype"),
+    ):
+        unknown = [word for word in value if word not in known]
+        if unknown:
+            raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(known)}", param_hint=hint)
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?(,[1-9]\d*(x[1-9]\d*)?)*", channels):
+        raise typer.BadParameter(
+            f"expected such as 64 or 32x64,128, got {channels!r}", param_hint="--channels"
+        )
+    pairs = [(int(word.split("x")[0]), int(word.split("x")[-1])) for word in channels.split(",")]
+    wanted = bench_module.cases(names, pairs, dtypes, fp16_accum)
+    with progress(len(wanted)) as advance:
+        result = bench_module.run(wanted, usable[chosen], repeats, advance)
+    show(result, bench_module.render(result), as_json)
+    if not all(row["within_bound"] for row in result["rows"]):
+        typer.echo("error above the worst-case bound: see the marked rows", err=True)
+        raise typer.Exit(1)
+
+
+for _module in (report, speedbench, sweep):  # these define their commands themselves
+    _module.register(app)
+
+
+def main() -> None:
+    """Entry point of the `voxmma` script and of `python -m voxmma`."""
+    app(prog_name="voxmma")

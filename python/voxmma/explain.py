@@ -1,0 +1,58 @@
+"""What ran, and why: the record every convolution attaches to its output."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from voxmma.voxels import Voxels
+
+
+@dataclass(frozen=True)
+class Record:
+    """One convolution call: what its precision settings resolved to, what ran, and why they differ.
+
+    `requested` is 'fp16' or 'fp32', `decided_by` the level that asked for it ('module', 'runtime',
+    'environment', 'inference_mode', 'default'), `accumulator` what runs in the forward and the input gradient
+    (the weight gradient always accumulates in fp32, or fp64 for fp64). `tile`, `dgrad_tile` and `wgrad_tile`
+    are names of the tile table; the latter two are what a backward pass of this call runs.
+    """
+
+    layer: str
+    requested: str
+    decided_by: str
+    accumulator: str
+    tile: str
+    dgrad_tile: str
+    wgrad_tile: str
+    compute_dtype: torch.dtype
+    out_dtype: torch.dtype
+    reason: str
+
+    def __str__(self) -> str:
+        compute, out = (str(dtype).removeprefix("torch.") for dtype in (self.compute_dtype, self.out_dtype))
+        dtypes = compute if compute == out else f"{compute} -> {out}"
+        return (
+            f"{self.layer}: {self.accumulator} accumulator on {dtypes} inputs, tile {self.tile}; "
+            f"{self.requested} requested by {self.decided_by}; {self.reason}"
+        )
+
+    def as_dict(self) -> dict[str, str]:
+        """The fields as strings, for JSON."""
+        return {name: str(value).removeprefix("torch.") for name, value in asdict(self).items()}
+
+
+def explain(voxels: Voxels) -> Record:
+    """The record of the convolution that made `voxels`.
+
+    Operations that keep the features' layout (`with_feats`, `to`, ...) start without a record. Raises
+    TypeError when `voxels` is no Voxels, ValueError when no voxmma convolution made it.
+    """
+    if not hasattr(voxels, "_record"):
+        raise TypeError(f"voxels must be a voxmma.Voxels, got {type(voxels).__name__}")
+    if voxels._record is None:
+        raise ValueError("voxels carries no record: it is not the direct output of a voxmma convolution")
+    return voxels._record

@@ -1,0 +1,475 @@
+"""The gate: what must be shown before an fp16 accumulator runs, and the proof on record. It fails closed.
+
+In this order, and evidence that is missing counts as failed:
+
+1. legality: fp16 operands (bf16 after an exact rescale, :func:`fp16_operands`), never a weight gradient;
+2. overflow certificate: no partial sum can pass 65504;
+3. no non-finite cell, and every cell within the worst-case bound (accuracy.bound);
+4. rel-L2 on signed inputs within the budget;
+5. for the automatic rule only: a speed-up over fp32 accumulators measured on this very device. An explicit
+   request is a contract, to which speed is no objection.
+
+Whether fp16 accumulation is faster is a property of the board, not of its compute capability: `board` asks
+the matrix units themselves. Boards and verdicts are kept in VOXMMA_CACHE_DIR under the device's UUID, the
+driver and the kernel build, so a change of any of them makes them void.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from voxmma import _C, accuracy, settings, sweep
+from voxmma.accuracy import FAMILIES, FORMATS, Bound, Errors
+from voxmma.kernel_map import KernelMap, kernel_map
+from voxmma.tiles import Tile, compiled
+from voxmma.voxels import Voxels
+
+MAX_FP16 = FORMATS["fp16"].max
+#: Smallest measured speed-up for which the automatic rule takes an fp16 accumulator.
+MIN_GAIN = 1.03
+#: rel-L2 that an fp16 accumulator may show on signed inputs; 27 x 256 products reach 4.4e-3 on Ampere.
+BUDGET = 5e-3
+#: The regression case of every tile: 3x3x3 at 32 channels, where a skipped wait once looked like saturation.
+CHANNELS, VOXELS = 32, 200_000
+
+
+# ---- overflow: bound, certificate, rescale -----------------------------------------------------------------
+
+
+def _grouped(weight: Tensor) -> Tensor:
+    return weight if weight.dim() == 4 else weight.unsqueeze(1)
+
+
+def overflow_bound(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Tensor:
+    """Upper bound of every partial sum of an accumulator: absmax(a) x largest column sum of |weight|.
+
+    Stays on the device and never waits for it (safe under CUDA graphs).
+
+    Args:
+        a: (n, channels), the operand that is gathered. weight: (K, Ci, Co) or (K, G, Ci, Co).
+        transpose: input gradient: the sum runs over Co.
+        chunk: products between promotions; 0 = one accumulator for all offsets, -1 = one offset.
+
+    Returns:
+        0-d fp32 tensor; infinite or NaN when an operand is.
+    """
+    w = _grouped(weight).abs().float()
+    if transpose:
+        w = w.transpose(-1, -2)
+    if chunk > 0:
+        steps = math.ceil(w.shape[-2] / chunk)
+        w = torch.nn.functional.pad(w, (0, 0, 0, steps * chunk - w.shape[-2]))
+        w = w.unflatten(-2, (steps, chunk))
+    sums = w.sum(dim=-2) if chunk else w.sum(dim=(0, -2))
+    if a.numel() == 0 or sums.numel() == 0:
+        return torch.zeros((), device=a.device)
+    # fp32 addition may round the sum down by this much at most
+    slack = 1 + w.shape[-2] * w.shape[0] * 2.0**-23
+    return a.abs().amax().float() * sums.amax() * slack
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The overflow bound of one call, read from the device."""
+
+    bound: float
+    shift: int
+    """Multiplying the gathered operand by 2^-shift makes the bound fit; 0 when it does."""
+
+    @property
+    def fits(self) -> bool:
+        """No partial sum can overflow. False for infinite and NaN bounds."""
+        return self.bound <= MAX_FP16
+
+
+def certificate(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Certificate:
+    """The certificate of a call's operands; arguments as in :func:`overflow_bound`. Waits for the device."""
+    value = float(overflow_bound(a, weight, transpose=transpose, chunk=chunk))
+    if not math.isfinite(value):
+        return Certificate(value, 0)
+    return Certificate(value, max(0, math.ceil(math.log2(value / MAX_FP16))) if value > MAX_FP16 else 0)
+
+
+def safe_factor(bound: Tensor) -> Tensor:
+    """The power of two, at most 1, that brings an overflow bound to 65504 or less; without waiting.
+
+    1 for a bound that is infinite or NaN: such a result stays what it is, never a finite wrong number.
+    """
+    _, exponent = torch.frexp(bound / MAX_FP16)
+    wanted = torch.ldexp(torch.ones_like(bound), -exponent.clamp(min=0))
+    return torch.where((bound > MAX_FP16) & bound.isfinite(), wanted, torch.ones_like(bound))
+
+
+@dataclass(frozen=True)
+class Fp16Operands:
+    """Operands rescaled by powers of two; all on the device. The result is to be divided by `factor`."""
+
+    a: Tensor
+    weight: Tensor
+    factor: Tensor
+    """0-d fp32: the product of both powers of two"""
+    exact: Tensor
+    """0-d bool: no mantissa changed, so fp16 products equal the original ones times `factor`"""
+
+
+def fp16_operands(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Fp16Operands:
+    """bf16 (or fp32, fp16) operands as fp16 under power-of-two factors whose overflow bound fits.
+
+    The weight is scaled to a largest magnitude in [0.5, 1), `a` as high as the bound allows, so that as few
+    values as possible fall among the subnormals, where mantissas would be cut; `exact` says whether none did.
+    Without waiting for the device. Arguments as in :func:`overflow_bound`.
+    """
+    one = torch.ones((), device=a.device)
+    largest = weight.abs().amax().float() if weight.numel() else one
+    usable = largest.isfinite() & (largest > 0)
+    _, exponent = torch.frexp(torch.where(usable, largest, one))
+    w_factor = torch.ldexp(one, -exponent)
+    scaled = weight.float() * w_factor
+    bound = overflow_bound(a, scaled, transpose=transpose, chunk=chunk)
+    _, exponent = torch.frexp(torch.where(bound.isfinite() & (bound > 0), bound / MAX_FP16, one / 2))
+    a_factor = torch.ldexp(one, -exponent.clamp(-100, 100))
+    wide = a.float() * a_factor
+    a16, w16 = wide.half(), scaled.half()
+    exact = (a16.float() == wide).all() & (w16.float() == scaled).all()
+    return Fp16Operands(a16, w16, a_factor * w_factor, exact)
+
+
+# ---- verdicts ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """One step of the gate: a figure against its limit."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether an fp16 accumulator may run, and the steps up to the first that failed."""
+
+    subject: str
+    allowed: bool
+    checks: tuple[Check, ...]
+
+    @property
+    def reason(self) -> str:
+        """The step that failed, or that all passed."""
+        if self.allowed:
+            return "all checks passed"
+        return f"{self.checks[-1].name}: {self.checks[-1].detail}"
+
+    @property
+    def accumulator(self) -> str:
+        """What may run: 'fp16' or 'fp32'."""
+        return "fp16" if self.allowed else "fp32"
+
+
+def judge(
+    subject: str,
+    op: str,
+    dtype: torch.dtype,
+    *,
+    automatic: bool,
+    certificate: Certificate | None = None,
+    errors: Errors | None = None,
+    limit: Bound | None = None,
+    rel_l2: float | None = None,
+    budget: float = BUDGET,
+    gain: float | None = None,
+) -> Verdict:
+    """Applies the gate to evidence. What is None was not measured and fails.
+
+    Args:
+        subject: what is judged, such as a tile's name. op: 'fprop', 'dgrad' or 'wgrad'.
+        dtype: of the operands that reach the matrix unit.
+        automatic: the automatic rule asks, which a measured gain must justify.
+        certificate: of the operands. errors, limit: of the worst case measured. rel_l2: on signed inputs.
+        gain: fp32-accumulator time divided by fp16-accumulator time on this device.
+    """
+    checks: list[Check] = []
+
+    def holds(name: str, passed: bool, detail: str) -> bool:
+        checks.append(Check(name, passed, detail))
+        return passed
+
+    def steps() -> Iterator[bool]:
+        yield holds(
+            "legality", op != "wgrad" and dtype == torch.float16, f"{op} on {dtype}".replace("torch.", "")
+        )
+        fits = certificate is not None and certificate.fits
+        yield holds(
+            "overflow", fits, f"sums up to {certificate.bound:.3g}" if certificate else "not measured"
+        )
+        finite = errors is not None and errors.nonfinite == 0
+        yield holds("finite", finite, f"{errors.nonfinite} cells" if errors else "not measured")
+        within = errors is not None and limit is not None and errors.within(limit)
+        detail = f"max eta {errors.max_eta:.2e} of {limit.eta:.2e}" if errors and limit else "not measured"
+        yield holds("bound", within, detail)
+        small = rel_l2 is not None and rel_l2 <= budget
+        yield holds(
+            "budget", small, f"rel-L2 {rel_l2:.2e} of {budget:.2e}" if rel_l2 is not None else "not measured"
+        )
+        if automatic:
+            faster = gain is not None and gain > MIN_GAIN
+            detail = f"{gain:.2f}x, {MIN_GAIN}x needed" if gain is not None else "not measured on this device"
+            yield holds("gain", faster, detail)
+
+    return Verdict(subject, all(steps()), tuple(checks))
+
+
+# ---- what is on record -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _driver() -> str | None:
+    """The display driver's version; None where it cannot be read."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    return next((word for word in text.split() if word[0].isdigit() and "." in word), None)
+
+
+def identity(device: torch.device) -> dict[str, str] | None:
+    """What a measurement belongs to: device UUID, driver and kernel build. None where one is unknown."""
+    if device.type != "cuda" or (driver := _driver()) is None:
+        return None
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return {"device": uuid, "driver": driver, "build": _C.BUILD_ID}
+
+
+def _record_file() -> Path:
+    return settings.get_cache_dir() / "gate.jsonl"
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
+
+
+def _read(kind: str, subject: str, owner: dict[str, str] | None) -> dict[str, Any] | None:
+    """The newest entry of this kind and subject that belongs to `owner`."""
+    if owner is None:
+        return None
+    try:
+        lines = _record_file().read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            entry = json.loads(line)
+            if (entry["kind"], entry["subject"], entry["owner"]) == (kind, subject, owner):
+                return dict(entry["data"])
+        except (ValueError, KeyError, TypeError):
+            _warn_once(f"{_record_file()} holds a line that cannot be read; it is ignored")
+    return None
+
+
+def _write(kind: str, subject: str, owner: dict[str, str] | None, data: dict[str, Any]) -> None:
+    """Appends an entry in one write, so that many processes may do it. Failing to is a warning, no error."""
+    if owner is None:
+        return
+    line = json.dumps({"kind": kind, "subject": subject, "owner": owner, "data": data}) + "\n"
+    try:
+        _record_file().parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(_record_file(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(handle, line.encode())
+        finally:
+            os.close(handle)
+    except OSError as error:
+        _warn_once(
+            f"{_record_file()} cannot be written ({error.strerror}); measurements last for this process"
+        )
+
+
+@dataclass(frozen=True)
+class Board:
+    """Dense MMA rates of a device in TFLOP/s, fp16 operands, by accumulator."""
+
+    fp32: float
+    fp16: float
+
+    @property
+    def ratio(self) -> float:
+        """How much faster fp16 accumulators are: 2 on GeForce boards, 1 on data-centre boards."""
+        return self.fp16 / self.fp32
+
+
+@functools.cache
+def _board(device: torch.device) -> Board:
+    owner = identity(device)
+    known = _read("board", "mma", owner)
+    if known is not None:
+        return Board(float(known["fp32"]), float(known["fp16"]))
+    rate: Callable[[int], float] | None = getattr(_C, "mma_rate", None)
+    if rate is None:
+        raise RuntimeError("this build of voxmma has no MMA rate probe")
+    with torch.cuda.device(device):
+        board = Board(fp32=rate(0), fp16=rate(1))
+    _write("board", "mma", owner, asdict(board))
+    return board
+
+
+def board(device: torch.device | str) -> Board:
+    """The device's rates, measured once (about 20 ms) and kept on record.
+
+    Raises:
+        ValueError: not a CUDA device. RuntimeError: this build or device has no MMA kernels.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise ValueError(f"device must be a CUDA device, got {device}")
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return _board(torch.device("cuda", index))
+
+
+def on_record(tile: str, device: torch.device) -> Verdict:
+    """The automatic rule's verdict on a tile as measured on this device before; refused when there is none.
+
+    `voxmma tiles --gate` measures and records.
+    """
+    data = _read("tile", tile, identity(device))
+    if data is None:
+        return Verdict(tile, False, (Check("record", False, "no measurement on record for this device"),))
+    checks = tuple(Check(**check) for check in data["checks"])
+    return Verdict(tile, bool(data["allowed"]) and all(check.passed for check in checks), checks)
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------
+
+
+def _milliseconds(run: Callable[[], object], repeats: int) -> float:
+    """Median device time of `run`."""
+    times = []
+    for _ in range(repeats + 3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times[3:])
+
+
+def _gain(tile: Tile, x: Voxels, mapping: KernelMap) -> float:
+    """Time of the fp32-accumulator tile chosen by default, divided by that of `tile`, at its own width."""
+    channels = max(CHANNELS, min(tile.n, 256))
+    given = sweep.draw("fprop", "signed", torch.float16, channels, mapping)
+    fp32, fp16 = sweep.MODES["fp16 acc fp32"], sweep.MODES["fp16 acc fp16"]
+    base = _milliseconds(lambda: sweep.execute("fprop", fp32, given, x, mapping), 20)
+    with settings.override(fwd_algo_mode=tile.name):
+        return base / _milliseconds(lambda: sweep.execute("fprop", fp16, given, x, mapping), 20)
+
+
+def measure(tile: Tile | None, x: Voxels, repeats: int = 10) -> Verdict:
+    """Judges a forward tile with fp16 accumulators for the automatic rule, and puts the verdict on record.
+
+    Every input family at 32 channels, 3x3x3, all cells, the worst of `repeats`.
+
+    Args:
+        tile: a compiled tile; None: the CPU path. x: the scene, on the device to judge.
+    """
+    mapping = kernel_map(x.coord_set, 3)
+    mode = sweep.MODES["fp16 acc fp16"]
+    name = tile.name if tile is not None else "cpu"
+    forced: dict[str, Any] = {"fwd_algo_mode": name, "dgrad_algo_mode": name} if tile is not None else {}
+    worst: tuple[float, Errors, Bound] | None = None
+    largest: Certificate | None = None
+    signed = math.inf
+    for family in FAMILIES:
+        for op in ("fprop", "dgrad"):
+            given = sweep.draw(op, family, torch.float16, CHANNELS, mapping)
+            proof = certificate(given.x if op == "fprop" else given.dy, given.weight, transpose=op == "dgrad")
+            if largest is None or not proof.bound <= largest.bound:
+                largest = proof
+            limit = sweep.limit_of(op, mode, "fp16", CHANNELS, mapping)
+            for _ in range(repeats):
+                with settings.override(**forced):
+                    y, record = sweep.execute(op, mode, given, x, mapping)
+                ran = record.tile if op == "fprop" else record.dgrad_tile
+                if (record.accumulator, ran) != ("fp16", name):
+                    check = Check(
+                        "ran", False, f"{ran} with {record.accumulator} ran instead: {record.reason}"
+                    )
+                    return Verdict(name, False, (check,))
+                found = accuracy.errors(y, given.y64, given.abs64, limit.floor)
+                share = found.max_eta / limit.eta
+                if worst is None or not share <= worst[0]:
+                    worst = (share, found, limit)
+                if family == "signed":
+                    signed = found.rel_l2 if signed == math.inf else max(signed, found.rel_l2)
+    assert worst is not None
+    gain = _gain(tile, x, mapping) if tile is not None and x.device.type == "cuda" else None
+    verdict = judge(
+        name,
+        "fprop",
+        torch.float16,
+        automatic=True,
+        certificate=largest,
+        errors=worst[1],
+        limit=worst[2],
+        rel_l2=signed,
+        gain=gain,
+    )
+    data = {"allowed": verdict.allowed, "checks": [asdict(check) for check in verdict.checks]}
+    _write("tile", name, identity(x.device), data)
+    return verdict
+
+
+def run(
+    device: torch.device,
+    voxels: int | None = None,
+    repeats: int | None = None,
+    advance: Callable[[str], None] = lambda text: None,
+) -> list[Verdict]:
+    """Measures every fp16-accumulator tile of `device` (on a CPU its path) and records the verdicts.
+
+    Args:
+        voxels, repeats: default 200,000 and 10 on a GPU, 500 and 1 on a CPU. advance: called before each
+            tile.
+    """
+    on_gpu = device.type == "cuda"
+    x = sweep.scene(device, voxels or (VOXELS if on_gpu else 500))
+    verdicts = []
+    for tile in candidates(device):
+        advance(tile.name if tile else "cpu")
+        verdicts.append(measure(tile, x, repeats or (10 if on_gpu else 1)))
+    return verdicts
+
+
+def candidates(device: torch.device) -> list[Tile | None]:
+    """The tiles that `run` judges; None stands for the CPU path."""
+    if device.type != "cuda":
+        return [None]
+    capability = torch.cuda.get_device_capability(device)
+    return [t for t in compiled() if t.op == "fprop" and t.accum == "fp16" and t.runs_on(capability)]
+
+
+def render(verdicts: list[Verdict], title: str = "fp16-accumulator gate (automatic rule)") -> Table:
+    """A table: one line a tile, one column a check."""
+    names = ("legality", "overflow", "finite", "bound", "budget", "gain")
+    table = Table("tile", *names, "verdict", title=title)
+    for verdict in verdicts:
+        details = {
+            check.name: f"{'' if check.passed else 'FAILED: '}{check.detail}" for check in verdict.checks
+        }
+        outcome = "admitted" if verdict.allowed else f"refused, {verdict.reason}"
+        table.add_row(verdict.subject, *(details.get(name, "-") for name in names), outcome)
+    return table

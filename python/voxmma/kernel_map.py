@@ -1,0 +1,510 @@
+"""Kernel maps: which input row meets which output row under which kernel offset.
+
+A map is built once for a coordinate set (or a pair of them) and a kernel shape, and cached on the input set.
+It has two
+directions, the second built on demand: the one of the forward pass, and the opposite one, which the input
+gradient and inverse convolutions run over. A symmetric map (submanifold, odd kernel) is its own opposite with
+the offsets mirrored.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from voxmma.coords import COORD_MAX, COORD_MIN, CoordSet, pack_axis, pack_batch
+
+if TYPE_CHECKING:
+    from voxmma.voxels import Voxels
+
+Triple = tuple[int, int, int]
+
+MAX_KERNEL = 9
+MAX_STRIDE = 4096
+MAX_OFFSET = 1 << 20
+_FRAGMENT_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Input coordinate that an output coordinate meets: out * stride - padding + k * dilation, k from 0."""
+
+    kernel_size: Triple
+    stride: Triple
+    dilation: Triple
+    padding: Triple
+
+    def offsets(self) -> list[Triple]:
+        """k * dilation - padding of every k, lexicographic, last axis fastest."""
+        axes = [
+            [i * dilation - padding for i in range(size)]
+            for size, dilation, padding in zip(self.kernel_size, self.dilation, self.padding, strict=True)
+        ]
+        return [(x, y, z) for x, y, z in itertools.product(*axes)]
+
+
+@dataclass
+class Direction:
+    """The tensors of one direction of a map, and how many pairs they hold."""
+
+    tensors: list[torch.Tensor]
+    num_pairs: int
+
+
+class MapCore:
+    """Both directions of a map, cached on the input set and not referring to it: no reference cycle."""
+
+    def __init__(self, geometry: Geometry, out_coords: CoordSet | None) -> None:
+        self.geometry = geometry
+        self.out_coords = out_coords  # None: the input set itself
+        offsets = geometry.offsets()
+        mirrored = [(-x, -y, -z) for x, y, z in reversed(offsets)]
+        self.symmetric = out_coords is None and geometry.stride == (1, 1, 1) and offsets == mirrored
+        self.forward: Direction | None = None
+        self.backward: Direction | None = None
+        self.freed = False
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Cache key on the input set. The core holds the output set, so its id stays its own."""
+        return cache_key(self.geometry, self.out_coords)
+
+
+def cache_key(geometry: Geometry, out_coords: CoordSet | None) -> tuple[Any, ...]:
+    """Identity of a map on its input set: the kernel's shape and the output set itself, never its size."""
+    same = (geometry.kernel_size, geometry.stride, geometry.dilation, geometry.padding)
+    return (*same, None if out_coords is None else id(out_coords))
+
+
+class KernelMap:
+    """One direction of a kernel map: input rows of `in_coords` to output rows of `out_coords`.
+
+    Made by `kernel_map()`. Two objects are equal when they are the same direction of the same cached map.
+
+    `tensors` is what the ops take. On a CPU: [in_rows int64 (P,), out_rows int64 (P,), kptr int64 (K+1,)],
+    pairs sorted by (offset, output row), offset k owning kptr[k]:kptr[k+1]. On a GPU the tile plan of
+    kernels.h: [order int32 (T*256,), tile_pass int32 (T, 2), passes int32 (P, 4), frag int32 (P, 16), uniq
+    int32 (U,), local int16 (T, K, 256)].
+    """
+
+    def __init__(
+        self, in_coords: CoordSet, out_coords: CoordSet, core: MapCore, reverse: bool = False
+    ) -> None:
+        self.in_coords = in_coords
+        self.out_coords = out_coords
+        self._core = core
+        self.reverse = reverse
+        """True for the opposite of the direction that was asked for (`kernel_map(...).transposed()`)"""
+
+    # ---- facts ---------------------------------------------------------------------------------------------
+
+    @property
+    def kernel_size(self) -> Triple:
+        return self._core.geometry.kernel_size
+
+    @property
+    def stride(self) -> Triple:
+        return self._core.geometry.stride
+
+    @property
+    def dilation(self) -> Triple:
+        return self._core.geometry.dilation
+
+    @property
+    def padding(self) -> Triple:
+        return self._core.geometry.padding
+
+    @property
+    def symmetric(self) -> bool:
+        """True when the opposite direction is this map with its offsets mirrored."""
+        return self._core.symmetric
+
+    @property
+    def device(self) -> torch.device:
+        return self.in_coords.device
+
+    @property
+    def offsets(self) -> list[Triple]:
+        """Offset k: the input is at out * stride + offset, or at (out + offset) / stride when `reverse`."""
+        offsets = self._core.geometry.offsets()
+        return [(-x, -y, -z) for x, y, z in offsets] if self.reverse else offsets
+
+    @property
+    def kernel_volume(self) -> int:
+        """Number of offsets K."""
+        x, y, z = self.kernel_size
+        return x * y * z
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """See the class. RuntimeError after `free()`."""
+        return self._direction().tensors
+
+    @property
+    def num_pairs(self) -> int:
+        """(offset, output row) pairs with an input."""
+        return self._direction().num_pairs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the directions built so far, without the coordinates and their index."""
+        built = [d for d in (self._core.forward, self._core.backward) if d is not None]
+        return sum(tensor.numel() * tensor.element_size() for d in built for tensor in d.tensors)
+
+    def _direction(self) -> Direction:
+        core = self._core
+        direction = core.backward if self.reverse else core.forward
+        return self._build() if direction is None else direction
+
+    @torch.compiler.disable
+    def _build(self) -> Direction:
+        core = self._core
+        if core.freed:
+            raise RuntimeError("this kernel map was freed; kernel_map() builds it anew")
+        one = (1, 1, 1)
+        mul, div = (one, self.stride) if self.reverse else (self.stride, one)
+        # Normal tensors also under inference_mode: a later training pass saves them for its backward.
+        with torch.inference_mode(False), torch.no_grad():
+            build = _build_cuda if self.device.type == "cuda" else _build_cpu
+            made = build(self.in_coords, self.out_coords, self.offsets, mul, div, self.symmetric)
+        if self.reverse:
+            core.backward = made
+        else:
+            core.forward = made
+        return made
+
+    def transposed(self) -> KernelMap:
+        """The opposite direction, built when first used; itself when symmetric. Twice gives an equal map."""
+        if self.symmetric:
+            return self
+        return KernelMap(self.out_coords, self.in_coords, self._core, not self.reverse)
+
+    # ---- inspection ----------------------------------------------------------------------------------------
+
+    def neighbor_table(self) -> torch.Tensor:
+        """(K, n_out) int32 input row of each offset and output row, -1 = none, on the map's device."""
+        if self.device.type == "cuda":
+            from voxmma import _C
+
+            return _C.plan_to_table(self.tensors, self.out_coords.num)
+        in_rows, out_rows, kptr = self.tensors
+        table = torch.full((self.kernel_volume, self.out_coords.num), -1, dtype=torch.int32)
+        offset = torch.repeat_interleave(torch.arange(self.kernel_volume), kptr.diff())
+        table[offset, out_rows] = in_rows.int()
+        return table
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(in_rows, out_rows), both int64, of every offset, output rows ascending."""
+        if self.device.type == "cuda":
+            table = self.neighbor_table()
+            found = [torch.nonzero(row >= 0).flatten() for row in table]
+            return [(row[out].long(), out) for row, out in zip(table, found, strict=True)]
+        in_rows, out_rows, kptr = self.tensors
+        sizes = kptr.diff().tolist()
+        return list(zip(torch.split(in_rows, sizes), torch.split(out_rows, sizes), strict=True))
+
+    def summary(self) -> str:
+        """Readable facts; on a GPU also the tile plan and the share of issued MMA rows that are useful."""
+        n_out = self.out_coords.num
+        kind = ", symmetric" if self.symmetric else ", opposite direction" if self.reverse else ""
+        lines = [
+            f"kernel       {'x'.join(map(str, self.kernel_size))}, stride {self.stride}, "
+            f"dilation {self.dilation}, padding {self.padding}{kind}",
+            f"rows         {self.in_coords.num:,} in, {n_out:,} out on {self.device}",
+            f"pairs        {self.num_pairs:,} ({self.num_pairs / max(n_out, 1):.2f} per output row)",
+            f"memory       {self.nbytes / 1e6:.2f} MB",
+        ]
+        if self.device.type == "cuda" and n_out:
+            tile_pass, passes = self.tensors[1:3]
+            unique = int(passes[:, 3].sum())
+            lines.append(
+                f"tile plan    {len(tile_pass):,} tiles, {len(passes):,} passes, "
+                f"{unique / n_out:.2f} unique inputs per row"
+            )
+            useful = ", ".join(f"{self.mma_efficiency(rows):.3f} at {rows} rows" for rows in (16, 64))
+            lines.append(f"useful MMA   {useful}")
+        return "\n".join(lines)
+
+    def mma_efficiency(self, rows: int = _FRAGMENT_ROWS) -> float:
+        """Pairs / MMA rows issued, skipping fragments of `rows` = 16, 32, 64, 128 or 256 rows. GPU only."""
+        if self.device.type != "cuda":
+            raise ValueError("mma_efficiency needs a map on a GPU: a CPU map has no tiles")
+        if rows not in (16, 32, 64, 128, 256):
+            raise ValueError(f"rows must be 16, 32, 64, 128 or 256, got {rows}")
+        frag = self.tensors[3]
+        bits = (frag.unsqueeze(-1) >> torch.arange(32, device=frag.device, dtype=torch.int32)) & 1
+        bits = bits.reshape(len(frag), frag.shape[1] * _FRAGMENT_ROWS // rows, rows // _FRAGMENT_ROWS, 32)
+        issued = int(bits.amax(2).sum()) * rows
+        return self.num_pairs / issued if issued else 1.0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KernelMap) and self._core is other._core and self.reverse == other.reverse
+
+    def __hash__(self) -> int:
+        return hash((id(self._core), self.reverse))
+
+    def __repr__(self) -> str:
+        direction = self._core.backward if self.reverse else self._core.forward
+        state = "freed" if self._core.freed else f"pairs={direction.num_pairs}" if direction else "not built"
+        return (
+            f"KernelMap(kernel_size={self.kernel_size}, stride={self.stride}, dilation={self.dilation}, "
+            f"n_in={self.in_coords.num}, n_out={self.out_coords.num}, {state}, device='{self.device}')"
+        )
+
+    # ---- life ----------------------------------------------------------------------------------------------
+
+    def to(self, device: torch.device | str) -> KernelMap:
+        """The map on another device, cached on the moved coordinates.
+
+        Copied between GPUs; between CPU and GPU, whose tensors differ, it is built there.
+        """
+        inputs, outputs = self.in_coords.to(device), self.out_coords.to(device)
+        if inputs is self.in_coords:
+            return self
+        owner, other = (outputs, inputs) if self.reverse else (inputs, outputs)
+        core = self._core
+        if core.freed:
+            raise RuntimeError("this kernel map was freed; kernel_map() builds it anew")
+        moved = MapCore(core.geometry, None if core.out_coords is None else other)
+        moved = owner.maps.setdefault(moved.key, moved)
+        if owner.device.type == self.device.type:
+            with torch.inference_mode(False), torch.no_grad():
+                for name in ("forward", "backward"):
+                    source: Direction | None = getattr(core, name)
+                    if source is not None and getattr(moved, name) is None:
+                        tensors = [tensor.to(owner.device) for tensor in source.tensors]
+                        setattr(moved, name, Direction(tensors, source.num_pairs))
+        return KernelMap(inputs, outputs, moved, self.reverse)._built()
+
+    def _built(self) -> KernelMap:
+        self._direction()
+        return self
+
+    def free(self) -> None:
+        """Releases both directions and uncaches the map. Autograd graphs that hold its tensors keep them."""
+        core, owner = self._core, self.out_coords if self.reverse else self.in_coords
+        core.freed = True
+        core.forward = core.backward = None
+        if owner.maps.get(core.key) is core:
+            del owner.maps[core.key]
+
+    def share(self) -> KernelMap:
+        """Moves the CPU tensors of the map and its coordinates to shared memory, for other processes; returns
+        itself.
+
+        CUDA tensors are shared between processes by torch as they are.
+        """
+        if self.device.type == "cpu":
+            self._direction()
+            built = [d for d in (self._core.forward, self._core.backward) if d is not None]
+            for tensor in (
+                self.in_coords.coords,
+                self.out_coords.coords,
+                *(tensor for d in built for tensor in d.tensors),
+            ):
+                tensor.share_memory_()
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        core = self._core
+        if core.freed:
+            raise RuntimeError("this kernel map was freed; kernel_map() builds it anew")
+        return _restore, (
+            self.in_coords,
+            self.out_coords,
+            core.geometry,
+            core.forward,
+            core.backward,
+            self.reverse,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KernelMap:
+        """An independent, uncached map on the same coordinate sets."""
+        core = MapCore(self._core.geometry, self._core.out_coords)
+        core.freed = self._core.freed
+        for name in ("forward", "backward"):
+            source: Direction | None = getattr(self._core, name)
+            if source is not None:
+                setattr(
+                    core, name, Direction([tensor.clone() for tensor in source.tensors], source.num_pairs)
+                )
+        return KernelMap(self.in_coords, self.out_coords, core, self.reverse)
+
+
+def _restore(
+    in_coords: CoordSet,
+    out_coords: CoordSet,
+    geometry: Geometry,
+    forward: Direction | None,
+    backward: Direction | None,
+    reverse: bool,
+) -> KernelMap:
+    """Unpickles a map without building anything, and puts it into the cache of its input set."""
+    core = MapCore(geometry, None if in_coords is out_coords else (in_coords if reverse else out_coords))
+    core.forward, core.backward = forward, backward
+    (out_coords if reverse else in_coords).maps.setdefault(core.key, core)
+    return KernelMap(in_coords, out_coords, core, reverse)
+
+
+def kernel_map(
+    in_coords: CoordSet | Voxels,
+    kernel_size: int | Sequence[int],
+    dilation: int | Sequence[int] = 1,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | None = None,
+    out_coords: CoordSet | Voxels | None = None,
+) -> KernelMap:
+    """The kernel map of a convolution, built on first use and cached on the input coordinate set.
+
+    Output row i meets, under kernel position k (from 0), the input row at `out_i * stride - padding + k *
+    dilation` of the same sample. Alone, `kernel_map(coords, 3)` is the submanifold map: the outputs are the
+    inputs.
+
+    Args:
+        in_coords: input coordinates (a Voxels stands for its coordinate set).
+        kernel_size: 1 to 9 per axis, one int or three. Odd kernels are centred, even ones start at 0.
+        dilation: 1 or more per axis.
+        stride: 1 to 4096 per axis; other than 1 only together with `out_coords`.
+        padding: default (kernel_size // 2) * dilation for odd and 0 for even sizes.
+        out_coords: output coordinates, default the inputs. Another object is another set, however equal.
+
+    Raises:
+        TypeError, ValueError: naming the argument: wrong type, out of range, sets on two devices or of two
+            batch sizes, a stride without `out_coords`.
+        RuntimeError: the coordinates are on a GPU and this build has no CUDA kernels.
+    """
+    source = _coord_set(in_coords, "in_coords")
+    target = source if out_coords is None else _coord_set(out_coords, "out_coords")
+    size = _triple(kernel_size, "kernel_size", 1, MAX_KERNEL)
+    step = _triple(stride, "stride", 1, MAX_STRIDE)
+    spread = _triple(dilation, "dilation", 1, MAX_OFFSET)
+    if padding is None:
+        x, y, z = (k // 2 * d if k % 2 else 0 for k, d in zip(size, spread, strict=True))
+        pad = x, y, z
+    else:
+        pad = _triple(padding, "padding", -MAX_OFFSET, MAX_OFFSET)
+    for k, d, p in zip(size, spread, pad, strict=True):
+        if (k - 1) * d - p > MAX_OFFSET:
+            raise ValueError(f"dilation {spread} with kernel_size {size} reaches offsets above {MAX_OFFSET}")
+    if out_coords is None and step != (1, 1, 1):
+        raise ValueError(f"out_coords is needed for stride {step}")
+    if source.device != target.device:
+        raise ValueError(f"out_coords is on {target.device}, in_coords is on {source.device}")
+    if source.batch_size != target.batch_size:
+        raise ValueError(f"out_coords has {target.batch_size} samples, in_coords has {source.batch_size}")
+    geometry = Geometry(size, step, spread, pad)
+    other = None if target is source else target
+    key = cache_key(geometry, other)
+    core = source.maps.get(key)
+    if core is None:
+        core = source.maps.setdefault(key, MapCore(geometry, other))
+    return KernelMap(source, target, core)._built()
+
+
+def _coord_set(value: CoordSet | Voxels, name: str) -> CoordSet:
+    coords = getattr(value, "coord_set", value)
+    if not isinstance(coords, CoordSet):
+        raise TypeError(f"{name} must be a CoordSet or a Voxels, got {type(value).__name__}")
+    return coords
+
+
+def _triple(value: int | Sequence[int], name: str, low: int, high: int) -> Triple:
+    values = (value,) * 3 if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
+    if len(values) != 3 or any(isinstance(v, bool) or not isinstance(v, int) for v in values):
+        raise TypeError(f"{name} must be an int or three of them, got {value!r}")
+    if any(not low <= v <= high for v in values):
+        raise ValueError(f"{name} must be in {low}..{high} on every axis, got {value!r}")
+    return values[0], values[1], values[2]
+
+
+def _build_cuda(
+    in_coords: CoordSet,
+    out_coords: CoordSet,
+    offsets: list[Triple],
+    mul: Triple,
+    div: Triple,
+    _symmetric: bool,
+) -> Direction:
+    """The tile plan; symmetry saves nothing there."""
+    from voxmma import _C
+
+    add = torch.tensor(offsets, dtype=torch.int32).to(in_coords.device)
+    keys, rows, _ = in_coords.hash_index()
+    order = out_coords.hash_index().order
+    *tensors, pairs = _C.build_plan(
+        out_coords.coords, order, keys, rows, in_coords.num, add, list(mul), list(div)
+    )
+    return Direction(list(tensors), int(pairs))
+
+
+def _build_cpu(
+    in_coords: CoordSet,
+    out_coords: CoordSet,
+    offsets: list[Triple],
+    mul: Triple,
+    div: Triple,
+    symmetric: bool,
+) -> Direction:
+    """Binary searches of all output rows per offset, in sorted order so that they share cache lines.
+
+    A symmetric map searches half its offsets; the other half holds the same pairs the other way round.
+    """
+    ordered, in_row = in_coords.sorted_keys()
+    ordered = torch.cat(
+        [ordered, ordered.new_zeros(1)]
+    )  # searches that run off the end find something to read
+    out_row = out_coords.sorted_keys()[1]
+    coords = out_coords.coords[out_row]
+    n_in, n_out = in_coords.num, out_coords.num
+    axes = [
+        {
+            add: _axis_query(coords[:, 1 + axis], mul[axis], add, div[axis], axis)
+            for add in {o[axis] for o in offsets}
+        }
+        for axis in range(3)
+    ]
+    # Buffers for all offsets: fresh memory for every step would cost more than the searches.
+    batch = pack_batch(coords[:, 0])
+    key, place, seen = (torch.empty(n_out, dtype=torch.int64) for _ in range(3))
+    hit = torch.empty(n_out, dtype=torch.bool)
+    neighbour = torch.empty(n_out, dtype=torch.int64)
+    in_rows: list[torch.Tensor] = []
+    out_rows: list[torch.Tensor] = []
+    for k, offset in enumerate(offsets):
+        mirror = len(offsets) - 1 - k
+        if symmetric and mirror < k:
+            rows, source = in_rows[mirror], out_rows[mirror]
+        else:
+            queries = [cache[add] for cache, add in zip(axes, offset, strict=True)]
+            torch.add(batch, queries[0][0], out=key).add_(queries[1][0]).add_(queries[2][0])
+            torch.searchsorted(ordered[:n_in], key, out=place)
+            torch.eq(torch.index_select(ordered, 0, place, out=seen), key, out=hit)
+            hit &= place < n_in
+            for _, ok in queries:
+                if ok is not None:
+                    hit &= ok
+            found = torch.nonzero(hit).flatten()
+            rows, source = out_row[found], in_row[place[found]]
+        neighbour.fill_(-1)
+        neighbour[rows] = source
+        out_rows.append(torch.nonzero(neighbour >= 0).flatten())
+        in_rows.append(neighbour[out_rows[-1]])
+    kptr = [0, *itertools.accumulate(len(rows) for rows in out_rows)]
+    return Direction([torch.cat(in_rows), torch.cat(out_rows), torch.tensor(kptr)], kptr[-1])
+
+
+def _axis_query(
+    column: torch.Tensor, mul: int, add: int, div: int, axis: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Part of the packed query key that one axis makes, and which rows have one (None: all)."""
+    query = column.long() * mul + add
+    ok = (query >= COORD_MIN * div) & (query <= COORD_MAX * div)
+    if div != 1:
+        ok &= query % div == 0
+        query = query.div(div, rounding_mode="floor")
+    return pack_axis(query, axis), None if bool(ok.all()) else ok

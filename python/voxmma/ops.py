@@ -1,0 +1,185 @@
+"""The dispatcher ops ``torch.ops.voxmma.conv`` and ``conv_wgrad``: CPU implementations and fake kernels.
+
+Schemas, autograd, autocast and the CUDA implementation are in csrc/binding.cpp; importing this module loads
+them. Both ops differentiate into each other, so that gradients of any order exist on both devices.
+
+Accumulation on the CPU. Half-precision inputs are multiplied and summed in fp32 and rounded once at the
+end, fp32 in fp32, fp64 in fp64, by torch's own (multi-threaded) GEMM per kernel offset.
+``accumulator='fp16'`` is emulated, so that its error can be seen without a GPU: the running sum is rounded
+to fp16 after each offset's product, whose inner sum over the channels stays in fp32. ``'fp16_promoted'``
+rounds each offset's product to fp16 and adds it in fp32. Rows of one offset are distinct, so no order of
+addition is left to chance: results are equal from run to run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_REBUILD = "run 'pip install --no-build-isolation .' in voxmma's source folder"
+try:
+    from voxmma import _C
+except ImportError as error:
+    raise ImportError(
+        f"voxmma's compiled part cannot be loaded with torch {torch.__version__} ({error}): {_REBUILD}"
+    ) from error
+if (
+    _C.TORCH_VERSION.split(".")[:2] != torch.__version__.split(".")[:2]
+):  # C++ interfaces change
+    raise ImportError(
+        f"voxmma was built for torch {_C.TORCH_VERSION}, this is torch {torch.__version__}: {_REBUILD}"
+    )
+
+__all__: list[str] = []
+
+_LIBRARY = torch.library.Library("voxmma", "IMPL")
+
+
+def _compute_type(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _split(t: Tensor, groups: int) -> Tensor:
+    """(P, groups * c) -> (groups, P, c)."""
+    return t.view(t.shape[0], groups, -1).transpose(0, 1)
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    """rows (P, G * ci) times weight (G, ci, co) group by group -> (P, G * co)."""
+    groups, c_in, _ = weight.shape
+    if groups == 1:
+        return rows @ weight[0]
+    if c_in == 1:  # depthwise: no GEMM, one product a channel
+        return (rows.unsqueeze(-1) * weight[:, 0]).flatten(1)
+    return torch.bmm(_split(rows, groups), weight).transpose(0, 1).flatten(1)
+
+
+def _outer(a: Tensor, b: Tensor, groups: int) -> Tensor:
+    """a (P, G * ci) transposed times b (P, G * co), group by group -> (G, ci, co)."""
+    if groups == 1:
+        return (a.t() @ b).unsqueeze(0)
+    if a.shape[1] == groups and b.shape[1] == groups:
+        return (a * b).sum(0).view(groups, 1, 1)
+    return torch.bmm(_split(a, groups).transpose(1, 2), _split(b, groups))
+
+
+def _conv_cpu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    map: list[Tensor],
+    map_t: list[Tensor],
+    n_out: int,
+    symmetric: bool,
+    transpose: bool,
+    accumulator: str,
+    tile: str,
+    dgrad_tile: str,
+    wgrad_tile: str,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    volume, groups, _, c_out = _C.check_conv(x, weight, bias, map, n_out, transpose, accumulator, out_dtype)
+    _check_tile(tile)
+    in_rows, out_rows, kptr = map
+    start: list[int] = kptr.tolist()
+    compute = _compute_type(x)
+    features = x.to(compute)
+    # Rounded to x's type first, as the GPU does, then exact in the compute type.
+    weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:]).contiguous()
+    if transpose:
+        weights = weights.transpose(2, 3)
+    y = torch.zeros((n_out, groups * c_out), dtype=compute)
+    for k in range(volume):
+        pairs = volume - 1 - k if transpose and symmetric else k
+        begin, end = start[pairs], start[pairs + 1]
+        if begin == end:
+            continue
+        outs = out_rows[begin:end]
+        part = _product(features.index_select(0, in_rows[begin:end]), weights[k])
+        if accumulator == "fp16":
+            part += y.index_select(0, outs)
+            y.index_copy_(0, outs, part.half().to(compute))
+        elif accumulator == "fp16_promoted":
+            y.index_add_(0, outs, part.half().to(compute))
+        else:
+            y.index_add_(0, outs, part)
+    if bias is not None:
+        y += bias
+    return y.to(out_dtype or x.dtype)
+
+
+def _conv_wgrad_cpu(
+    x: Tensor,
+    dy: Tensor,
+    map: list[Tensor],
+    map_t: list[Tensor],
+    kernel_volume: int,
+    groups: int,
+    symmetric: bool,
+    accumulator: str,
+    tile: str,
+    dgrad_tile: str,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    c_in, c_out = _C.check_wgrad(x, dy, map, kernel_volume, groups, accumulator, out_dtype)
+    _check_tile(tile)
+    in_rows, out_rows, kptr = map
+    start: list[int] = kptr.tolist()
+    compute = _compute_type(x)  # fp32 at least, whatever `accumulator` says
+    features, grads = x.to(compute), dy.to(compute)
+    dw = torch.zeros((kernel_volume, groups, c_in, c_out), dtype=compute)
+    for k in range(kernel_volume):
+        begin, end = start[k], start[k + 1]
+        if begin != end:
+            a = features.index_select(0, in_rows[begin:end])
+            dw[k] = _outer(a, grads.index_select(0, out_rows[begin:end]), groups)
+    return (dw.squeeze(1) if groups == 1 else dw).to(out_dtype or x.dtype)
+
+
+def _check_tile(tile: str) -> None:
+    if tile != "cpu":
+        raise RuntimeError(f"tile={tile!r} with tensors on the CPU, whose only tile is 'cpu'")
+
+
+_LIBRARY.impl("conv", _conv_cpu, "CPU")
+_LIBRARY.impl("conv_wgrad", _conv_wgrad_cpu, "CPU")
+
+
+@torch.library.register_fake("voxmma::conv")
+def _conv_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    map: list[Tensor],
+    map_t: list[Tensor],
+    n_out: int,
+    symmetric: bool,
+    transpose: bool,
+    accumulator: str,
+    tile: str,
+    dgrad_tile: str,
+    wgrad_tile: str,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    groups = weight.shape[1] if weight.dim() == 4 else 1
+    channels = groups * (weight.shape[-2] if transpose else weight.shape[-1])
+    return x.new_empty((n_out, channels), dtype=out_dtype or x.dtype)
+
+
+@torch.library.register_fake("voxmma::conv_wgrad")
+def _conv_wgrad_fake(
+    x: Tensor,
+    dy: Tensor,
+    map: list[Tensor],
+    map_t: list[Tensor],
+    kernel_volume: int,
+    groups: int,
+    symmetric: bool,
+    accumulator: str,
+    tile: str,
+    dgrad_tile: str,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    c_in, c_out = x.shape[1] // groups, dy.shape[1] // groups
+    shape = (kernel_volume, c_in, c_out) if groups == 1 else (kernel_volume, groups, c_in, c_out)
+    return x.new_empty(shape, dtype=out_dtype or x.dtype)

@@ -1,0 +1,995 @@
+"""Declarative precision: one policy object, what kind each operation is, and how a policy is put to work.
+
+A `PrecisionPolicy` says in which precision the five kinds of operation run (`OpKind`), and for the products
+of a convolution or linear layer also the accumulator, its chunk and the output, for forward, dgrad and wgrad
+apart (`ComputeSpec`). Policies are immutable, checked when they are made, and have versioned names.
+
+There is one rule book for what casts an operation needs (`operand_plan`). Three things use it:
+
+* ``with policy:`` every PyTorch function called in the block by this thread;
+* `apply_policy`: everything a module calls in its forward, with sparse convolution layers set as the policy
+  says;
+* `voxmma.policy_graph`: torch.fx graphs, and torch.compile through a backend wrapper.
+
+Parameters stay in the precision they are stored in; they are cast where they are used, so gradients and
+optimiser state stay float32. float64 operands are never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import hashlib
+import inspect
+import json
+import operator
+import threading
+import types
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from voxmma import settings, torchflags
+
+__all__ = [
+    "AppliedPolicy",
+    "ComputeSpec",
+    "Direction",
+    "LayerRow",
+    "OpKind",
+    "PolicyError",
+    "Precision",
+    "PrecisionPolicy",
+    "activate",
+    "apply_policy",
+    "as_policy",
+    "current_policy",
+    "kind_of",
+]
+
+
+class PolicyError(ValueError):
+    """A policy that asks for something impossible or unsafe."""
+
+
+class OpKind(str, Enum):
+    """What an operation does to numbers."""
+
+    Compute = "Compute"  # products and sums of products: linear, convolution, attention, matmul
+    Reduction = "Reduction"  # sums over many values: norms, softmax, losses, averages
+    Elementwise = "Elementwise"  # one output value from one value of each operand
+    DataMovement = "DataMovement"  # values are moved or selected, never changed
+    Boundary = "Boundary"  # inputs and outputs of the model
+
+
+class Precision(str, Enum):
+    """A number format. TF32 is float32 storage whose products round the operands to 10 mantissa bits."""
+
+    F32 = "f32"
+    TF32 = "tf32"
+    F16 = "f16"
+    BF16 = "bf16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that holds a value of this precision."""
+        return {"f16": torch.float16, "bf16": torch.bfloat16}.get(self.value, torch.float32)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether values take 16 bits."""
+        return self in (Precision.F16, Precision.BF16)
+
+
+class Direction(str, Enum):
+    """The three products of a layer: its output, the gradient of its input, the gradient of its weight."""
+
+    forward = "forward"
+    dgrad = "dgrad"
+    wgrad = "wgrad"
+
+
+CHUNKS = (32, 64, 128, "offset")
+
+
+@dataclass(frozen=True)
+class ComputeSpec:
+    """The precisions inside one product: operands, running sum, how often the sum is promoted, result.
+
+    Attributes:
+        input: what the operands are rounded to.
+        accumulator: F32 or F16.
+        chunk: with an F16 accumulator, after how many addends (32, 64, 128 or one kernel 'offset') the sum is
+            added to a float32 total; None = never.
+        output: what the result is rounded to; None = the storage of ``input``.
+        rescale: allows BF16 operands with an F16 accumulator, by converting them to fp16 with a power-of-two
+            scale.
+
+    Raises PolicyError for a combination no kernel of this library has.
+    """
+
+    input: Precision = Precision.F32
+    accumulator: Precision = Precision.F32
+    chunk: int | str | None = None
+    output: Precision | None = None
+    rescale: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input", _precision(self.input))
+        object.__setattr__(self, "accumulator", _precision(self.accumulator))
+        default = self.input if self.input.is_half else Precision.F32
+        object.__setattr__(self, "output", default if self.output is None else _precision(self.output))
+        if self.accumulator not in (Precision.F32, Precision.F16):
+            raise PolicyError(f"an accumulator is f32 or f16, not {self.accumulator.value}")
+        if self.accumulator is Precision.F16:
+            if not self.input.is_half:
+                raise PolicyError(f"{self.input.value} operands need an f32 accumulator")
+            if self.input is Precision.BF16 and not self.rescale:
+                raise PolicyError(
+                    "no tensor core adds bf16 products in f16; ask for rescale=True (operands converted to "
+                    "fp16 with a power-of-two scale) or an f32 accumulator"
+                )
+        if self.rescale and not (self.input is Precision.BF16 and self.accumulator is Precision.F16):
+            raise PolicyError("rescale belongs to bf16 operands with an f16 accumulator")
+        if self.chunk is not None:
+            if self.accumulator is not Precision.F16:
+                raise PolicyError("a chunk belongs to an f16 accumulator; an f32 sum is not promoted")
+            if isinstance(self.chunk, bool) or self.chunk not in CHUNKS:
+                raise PolicyError(
+                    f"chunk is one of {', '.join(map(str, CHUNKS))} or None, not {self.chunk!r}"
+                )
+        result = self.output_format
+        if result is not Precision.F32 and result is not default:
+            raise PolicyError(f"{self.input.value} operands give f32 or {default.value}, not {result.value}")
+
+    @property
+    def output_format(self) -> Precision:
+        """What the result is rounded to."""
+        return Precision.F32 if self.output is None else self.output
+
+    @property
+    def accumulator_name(self) -> str:
+        """The library's name of the accumulator: 'fp32', 'fp16' or 'fp16_promoted'."""
+        if self.accumulator is Precision.F32:
+            return "fp32"
+        return "fp16" if self.chunk is None else "fp16_promoted"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types; `from_json` is the inverse."""
+        return {
+            "input": self.input.value,
+            "accumulator": self.accumulator.value,
+            "chunk": self.chunk,
+            "output": self.output_format.value,
+            "rescale": self.rescale,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ComputeSpec:
+        """Rebuilds what `to_json` wrote; an unknown key is a PolicyError."""
+        unknown = set(data) - {"input", "accumulator", "chunk", "output", "rescale"}
+        if unknown:
+            raise PolicyError(f"unknown keys in a compute specification: {', '.join(sorted(unknown))}")
+        return cls(**data)
+
+
+def _precision(value: Precision | str) -> Precision:
+    try:
+        return Precision(value)
+    except ValueError:
+        raise PolicyError(
+            f"unknown precision {value!r}; there are {', '.join(p.value for p in Precision)}"
+        ) from None
+
+
+def _kind(value: Any) -> OpKind | None:
+    """The kind by member or by name (any case), None when there is no such kind."""
+    if isinstance(value, OpKind):
+        return value
+    return next((k for k in OpKind if isinstance(value, str) and k.value.lower() == value.lower()), None)
+
+
+# ---------------------------------------------------------------- the policy
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """Which precision each kind of operation runs in. Make one by name or with `custom`.
+
+    ``PrecisionPolicy.always_f32`` (the default), ``always_f16``, ``auto_mixed_conservative``, ``auto_mixed``
+    and ``auto_mixed_bf16`` are the named policies. Entering a policy (``with policy:``) applies it to what
+    this thread calls in the block.
+
+    Attributes:
+        name, version: identity; a meaning never changes under the same version.
+        kinds: the operand precision of every kind, in the order of `OpKind`.
+        reduction_inside: what reductions add up in (their operands are ``precision_for(Reduction)``).
+        forward, dgrad, wgrad: the products, in detail.
+    """
+
+    name: str
+    version: int
+    kinds: tuple[Precision, ...]
+    reduction_inside: Precision
+    forward: ComputeSpec
+    dgrad: ComputeSpec
+    wgrad: ComputeSpec
+
+    always_f32: ClassVar[PrecisionPolicy]
+    always_f16: ClassVar[PrecisionPolicy]
+    auto_mixed_conservative: ClassVar[PrecisionPolicy]
+    auto_mixed: ClassVar[PrecisionPolicy]
+    auto_mixed_bf16: ClassVar[PrecisionPolicy]
+
+    def __post_init__(self) -> None:
+        by_kind = dict(zip(OpKind, self.kinds, strict=True))
+        if by_kind[OpKind.Boundary] is not Precision.F32:
+            raise PolicyError("Boundary is always f32")
+        for kind in (OpKind.Reduction, OpKind.Elementwise, OpKind.DataMovement):
+            if by_kind[kind] is Precision.TF32:
+                raise PolicyError(f"tf32 is a way to multiply: it fits Compute, not {kind.value}")
+        if (
+            self.reduction_inside is not Precision.F32
+            and self.reduction_inside is not by_kind[OpKind.Reduction]
+        ):
+            raise PolicyError("a reduction adds up in f32 or in the precision of its operands")
+        if self.forward.input is not by_kind[OpKind.Compute]:
+            compute = by_kind[OpKind.Compute].value
+            raise PolicyError(
+                f"Compute is {compute} but the forward product takes {self.forward.input.value}"
+            )
+        if self.wgrad.accumulator is not Precision.F32:
+            raise PolicyError("the weight gradient always accumulates in f32")
+
+    @classmethod
+    def custom(
+        cls,
+        kinds: Mapping[OpKind | str, Precision | str],
+        *,
+        forward: ComputeSpec | None = None,
+        dgrad: ComputeSpec | None = None,
+        wgrad: ComputeSpec | None = None,
+        reduction_inside: Precision | str = Precision.F32,
+    ) -> PrecisionPolicy:
+        """A policy of one's own. Kinds not named are f32.
+
+        Args:
+            kinds: kind (member or name) to precision.
+            forward, dgrad, wgrad: the products in detail. ``forward`` defaults to Compute's precision with an
+                f32 accumulator, ``dgrad`` to ``forward``, ``wgrad`` to the forward operands with f32 sums and
+                result.
+            reduction_inside: f32, or the precision of Reduction.
+
+        Raises PolicyError for an unknown kind or precision, a Boundary other than f32, or an illegal product.
+        """
+        table = dict.fromkeys(OpKind, Precision.F32)
+        for key, value in kinds.items():
+            kind = _kind(key)
+            if kind is None:
+                raise PolicyError(f"unknown kind {key!r}; there are {', '.join(k.value for k in OpKind)}")
+            table[kind] = _precision(value)
+        if forward is not None and not any(_kind(k) is OpKind.Compute for k in kinds):
+            table[OpKind.Compute] = forward.input
+        forward = forward or ComputeSpec(table[OpKind.Compute])
+        policy = cls(
+            name="custom",
+            version=1,
+            kinds=tuple(table.values()),
+            reduction_inside=_precision(reduction_inside),
+            forward=forward,
+            dgrad=dgrad or forward,
+            wgrad=wgrad or ComputeSpec(forward.input, output=Precision.F32),
+        )
+        return next((p for p in NAMED.values() if p.same_as(policy)), policy)
+
+    def with_compute(self, forward: ComputeSpec, dgrad: ComputeSpec | None = None) -> PrecisionPolicy:
+        """This policy with other products (a custom policy): forward, and dgrad where it is not the same."""
+        kinds: dict[OpKind | str, Precision | str] = dict(zip(OpKind, self.kinds, strict=True))
+        kinds[OpKind.Compute] = forward.input
+        return self.custom(kinds, forward=forward, dgrad=dgrad, reduction_inside=self.reduction_inside)
+
+    # ---- questions
+    def precision_for(self, kind: OpKind | str | None) -> Precision:
+        """The operand precision of ``kind``. Anything that is not a known kind gives F32 (fails closed)."""
+        known = _kind(kind)
+        return Precision.F32 if known is None else dict(zip(OpKind, self.kinds, strict=True))[known]
+
+    def compute_for(self, direction: Direction | str) -> ComputeSpec:
+        """The product of one direction. Raises ValueError for an unknown direction."""
+        return {"forward": self.forward, "dgrad": self.dgrad, "wgrad": self.wgrad}[Direction(direction).value]
+
+    @property
+    def tf32(self) -> bool:
+        """Whether float32 products may use TF32."""
+        return self.forward.input is Precision.TF32
+
+    def same_as(self, other: PrecisionPolicy) -> bool:
+        """Whether both mean the same, whatever their names."""
+        return replace(self, name="", version=0) == replace(other, name="", version=0)
+
+    @property
+    def versioned_name(self) -> str:
+        """``auto_mixed@1``; a custom policy adds a digest of its contents."""
+        stem = f"{self.name}@{self.version}"
+        if NAMED.get(self.name) == self:
+            return stem
+        text = json.dumps(self.to_json(), sort_keys=True)
+        return f"{stem}:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+    def __str__(self) -> str:
+        return self.versioned_name
+
+    # ---- records
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types, complete; `from_json` is the inverse."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "kinds": {k.value: p.value for k, p in zip(OpKind, self.kinds, strict=True)},
+            "reduction_inside": self.reduction_inside.value,
+            "forward": self.forward.to_json(),
+            "dgrad": self.dgrad.to_json(),
+            "wgrad": self.wgrad.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PrecisionPolicy:
+        """Rebuilds what `to_json` wrote.
+
+        Raises PolicyError when keys are missing or unknown, the version is not one this release knows, or a
+        named policy's contents are not what its name means.
+        """
+        expected = {"name", "version", "kinds", "reduction_inside", "forward", "dgrad", "wgrad"}
+        if set(data) != expected:
+            raise PolicyError(f"a policy record has exactly the keys {', '.join(sorted(expected))}")
+        if data["version"] != 1:
+            raise PolicyError(f"policy version {data['version']!r} is not known here")
+        if set(data["kinds"]) != {k.value for k in OpKind}:
+            raise PolicyError("a policy record names every kind once")
+        policy = cls(
+            name=data["name"],
+            version=data["version"],
+            kinds=tuple(_precision(data["kinds"][k.value]) for k in OpKind),
+            reduction_inside=_precision(data["reduction_inside"]),
+            forward=ComputeSpec.from_json(data["forward"]),
+            dgrad=ComputeSpec.from_json(data["dgrad"]),
+            wgrad=ComputeSpec.from_json(data["wgrad"]),
+        )
+        if policy.name != "custom" and NAMED.get(policy.name) != policy:
+            raise PolicyError(
+                f"the record says {policy.name}@{policy.version} but its contents are not that policy"
+            )
+        return policy
+
+    # ---- use
+    def boundary(self, value: Any) -> Any:
+        """``value`` as it leaves a model: 16-bit floats (also inside containers, Voxels) become float32."""
+        return tree_map(
+            lambda leaf: _cast_value(leaf, torch.float32), value, is_leaf=lambda v: hasattr(v, "with_feats")
+        )
+
+    def __enter__(self) -> PrecisionPolicy:
+        _not_while_compiling()
+        _THREAD.blocks.append(activate(self))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _THREAD.blocks.pop().revert()
+
+
+def _named(name: str, compute: str, reduction: str, inside: str, rest: str) -> PrecisionPolicy:
+    kinds = tuple(map(Precision, (compute, reduction, rest, rest, "f32")))
+    forward = ComputeSpec(Precision(compute))
+    wgrad = ComputeSpec(Precision(compute), output=Precision.F32)
+    return PrecisionPolicy(name, 1, kinds, Precision(inside), forward, forward, wgrad)
+
+
+#: The named policies by name.
+NAMED: dict[str, PrecisionPolicy] = {
+    p.name: p
+    for p in (
+        _named("always_f32", "f32", "f32", "f32", "f32"),
+        _named("always_f16", "f16", "f16", "f16", "f16"),
+        _named("auto_mixed_conservative", "f16", "f32", "f32", "f16"),
+        _named("auto_mixed", "f16", "f16", "f32", "f16"),
+        _named("auto_mixed_bf16", "bf16", "bf16", "f32", "bf16"),
+    )
+}
+for _policy in NAMED.values():
+    setattr(PrecisionPolicy, _policy.name, _policy)
+
+
+def as_policy(value: PrecisionPolicy | str | Mapping[str, Any]) -> PrecisionPolicy:
+    """The one resolver: a policy, a name (``'auto_mixed'`` or ``'auto_mixed@1'``) or a record of `to_json`.
+
+    Raises PolicyError for an unknown name or version, TypeError for another type.
+    """
+    if isinstance(value, PrecisionPolicy):
+        return value
+    if isinstance(value, str):
+        name, _, version = value.partition("@")
+        if name not in NAMED:
+            raise PolicyError(f"unknown policy {value!r}; there are {', '.join(NAMED)}")
+        if version and version != str(NAMED[name].version):
+            raise PolicyError(f"{name} exists in version {NAMED[name].version}, not {version}")
+        return NAMED[name]
+    if isinstance(value, Mapping):
+        return PrecisionPolicy.from_json(value)
+    raise TypeError(f"expected a PrecisionPolicy, its name or its record, not {type(value).__name__}")
+
+
+# ---------------------------------------------------------------- what kind is it
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_FUNCTIONS: dict[OpKind, frozenset[str]] = {
+    OpKind.Compute: _names(
+        """
+        linear bilinear matmul mm bmm addmm baddbmm addbmm addmv mv dot vdot inner outer einsum tensordot kron
+        conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution
+        scaled_dot_product_attention multi_head_attention_forward multi_dot chain_matmul lstm gru rnn_tanh
+        rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"""
+    ),
+    OpKind.Reduction: _names(
+        """sum nansum mean nanmean prod std var std_mean var_mean norm linalg_norm linalg_vector_norm
+        linalg_matrix_norm vector_norm logsumexp softmax log_softmax softmin cumsum cumprod logcumsumexp trace
+        layer_norm group_norm batch_norm instance_norm rms_norm local_response_norm normalize
+        cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
+        binary_cross_entropy_with_logits kl_div poisson_nll_loss gaussian_nll_loss soft_margin_loss
+        multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss hinge_embedding_loss
+        margin_ranking_loss cosine_embedding_loss triplet_margin_loss ctc_loss
+        avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d lp_pool2d
+        cosine_similarity pairwise_distance cdist dist embedding_bag scatter_add scatter_reduce index_add
+        segment_reduce native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit _softmax
+        _log_softmax nll_loss_forward"""
+    ),
+    OpKind.Elementwise: _names(
+        """
+        add sub mul div true_divide truediv rsub subtract multiply divide neg abs absolute exp exp2 expm1 log
+        log2 log10 log1p sqrt rsqrt square reciprocal pow sin cos tan tanh asin acos atan atan2 sinh cosh erf
+        erfc sigmoid logsigmoid relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish softplus
+        softsign softshrink hardshrink hardtanh hardswish hardsigmoid threshold tanhshrink glu where clamp
+        clamp_min clamp_max clip maximum minimum fmax fmin lerp addcmul addcdiv dropout dropout1d dropout2d
+        dropout3d alpha_dropout feature_alpha_dropout masked_fill sign floor ceil round trunc frac fmod
+        remainder nan_to_num hypot xlogy rtruediv rmul radd"""
+    ),
+    OpKind.DataMovement: _names(
+        """
+        reshape view view_as reshape_as permute transpose movedim moveaxis swapaxes swapdims t adjoint
+        contiguous clone cat concat concatenate stack hstack vstack split chunk unbind tensor_split getitem
+        index index_select gather take take_along_dim masked_select embedding flatten unflatten squeeze
+        unsqueeze expand expand_as broadcast_to broadcast_tensors repeat repeat_interleave tile roll flip
+        rot90 pad pixel_shuffle pixel_unshuffle channel_shuffle narrow select slice diagonal diag diag_embed
+        tril triu unfold max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d
+        adaptive_max_pool3d amax amin max min topk sort median kthvalue cummax cummin scatter index_put
+        meshgrid atleast_1d atleast_2d atleast_3d alias _unsafe_view"""
+    ),
+}
+_KIND_BY_NAME = {name: kind for kind, names in _FUNCTIONS.items() for name in names}
+
+# Neither compute nor move values into a result of operand precision: metadata, explicit conversion, creation,
+# autograd, and comparisons, whose result is no float.
+_NEUTRAL = _names(
+    """size dim ndimension numel nelement stride storage_offset element_size data_ptr get_device item tolist
+    numpy to type type_as float half bfloat16 double int long short char byte bool cpu cuda xpu pin_memory
+    detach backward register_hook retain_grad zeros ones empty full arange linspace logspace eye tensor
+    as_tensor scalar_tensor from_numpy rand randn randint randperm normal bernoulli multinomial eq ne lt le gt
+    ge isnan isinf isfinite isclose allclose equal argmax argmin argsort nonzero any all bincount one_hot
+    unique count_nonzero searchsorted bucketize logical_and logical_or logical_not logical_xor bitwise_and
+    bitwise_or bitwise_not bitwise_xor and or xor invert floordiv floor_divide get set delete len repr str
+    format hash bool int float index contains iter dir deepcopy reduce_ex reduce setstate promote_types
+    result_type can_cast record_stream untyped_storage storage getattr setattr is_grad_enabled assert_async
+    _assert_async zeros_like ones_like empty_like full_like rand_like randn_like"""
+)
+
+# Reductions whose PyTorch kernels read 16-bit operands and add up in float32.
+_F32_INSIDE = _names(
+    """sum mean softmax log_softmax layer_norm group_norm batch_norm instance_norm rms_norm avg_pool1d
+    avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d native_layer_norm
+    native_group_norm native_batch_norm _native_batch_norm_legit _softmax _log_softmax"""
+)
+_F32_INSIDE_MODULES = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._NormBase,
+    nn.Softmax,
+    nn.LogSoftmax,
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+)
+# Only the first operand is data; the rest is state kept in float32, which the kernels accept.
+_FIRST_ONLY = _names("batch_norm instance_norm native_batch_norm _native_batch_norm_legit")
+# Cast what comes out: the same values, without casting the whole table.
+_CAST_RESULT = _names("embedding")
+
+_MODULES: tuple[tuple[OpKind, tuple[type[nn.Module], ...]], ...] = (
+    (
+        OpKind.Compute,
+        (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase),
+    ),
+    (
+        OpKind.Reduction,
+        (
+            nn.LayerNorm,
+            nn.GroupNorm,
+            nn.modules.batchnorm._NormBase,
+            nn.LocalResponseNorm,
+            nn.Softmax,
+            nn.Softmax2d,
+            nn.LogSoftmax,
+            nn.Softmin,
+            nn.modules.loss._Loss,
+            nn.modules.pooling._AvgPoolNd,
+            nn.modules.pooling._AdaptiveAvgPoolNd,
+            nn.CosineSimilarity,
+            nn.PairwiseDistance,
+            nn.EmbeddingBag,
+        )
+        + ((nn.RMSNorm,) if hasattr(nn, "RMSNorm") else ()),
+    ),
+    (
+        OpKind.DataMovement,
+        (
+            nn.Embedding,
+            nn.Flatten,
+            nn.Unflatten,
+            nn.Identity,
+            nn.PixelShuffle,
+            nn.PixelUnshuffle,
+            nn.modules.pooling._MaxPoolNd,
+            nn.modules.pooling._AdaptiveMaxPoolNd,
+            nn.modules.padding._ConstantPadNd,
+            nn.modules.padding._ReflectionPadNd,
+            nn.modules.padding._ReplicationPadNd,
+        ),
+    ),
+    (
+        OpKind.Elementwise,
+        (
+            *(
+                cls
+                for name, cls in vars(nn.modules.activation).items()
+                if isinstance(cls, type)
+                and issubclass(cls, nn.Module)
+                and cls.__module__ == "torch.nn.modules.activation"
+                and name not in ("MultiheadAttention", "Softmax", "Softmax2d", "LogSoftmax", "Softmin")
+            ),
+            nn.modules.dropout._DropoutNd,
+        ),
+    ),
+)
+
+
+def _is_sparse_conv(module: nn.Module) -> bool:
+    """A sparse convolution layer, by the attributes a policy sets on it."""
+    return all(hasattr(module, name) for name in ("use_fp16_accum", "accumulator", "compute_dtype", "weight"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _op_name(target: Any) -> str | None:
+    """The bare name of a PyTorch function or method ('add' for Tensor.__iadd__), None if it is foreign."""
+    if isinstance(target, str):
+        name = target
+    else:
+        owner = (getattr(target, "__module__", None) or "torch").split(".")[0]
+        name = str(getattr(target, "_opname", None) or getattr(target, "__name__", ""))
+        if not name or owner not in ("torch", "_operator", "operator", "builtins", "math"):
+            return None
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+        if name[0] in "ir" and name[1:] in ("add", "sub", "mul", "div", "truediv", "pow", "matmul"):
+            name = name[1:]
+    elif target in _INPLACE_OPERATORS:
+        name = name[1:]
+    return name.rstrip("_") if name != "_" else name
+
+
+_INPLACE_METHODS = frozenset(
+    {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__imatmul__", "__ipow__"}
+)
+_INPLACE_OPERATORS = frozenset(
+    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.imatmul}
+)
+
+
+def kind_of(target: Any) -> OpKind | None:
+    """The kind of a module, a PyTorch function, an aten operator or a method name; None when it is not known.
+
+    An unknown kind is treated as float32 everywhere (`PrecisionPolicy.precision_for` of None is F32).
+    """
+    if isinstance(target, nn.Module):
+        if _is_sparse_conv(target):
+            return OpKind.Compute
+        return next((kind for kind, classes in _MODULES if isinstance(target, classes)), None)
+    return _KIND_BY_NAME.get(_op_name(target) or "")
+
+
+# ---------------------------------------------------------------- the rule book
+@dataclass(frozen=True)
+class OperandPlan:
+    """What to do around one call.
+
+    Attributes:
+        kind: the kind of operation, None when unknown.
+        dtype: cast float operands (float32, float16, bfloat16) to this; None = leave them alone.
+        first_only: cast only the first operand.
+        follow_first: the call writes to its first operand: cast the others to *its* dtype and never the
+            first.
+        result: cast the float results to this afterwards.
+    """
+
+    kind: OpKind | None
+    dtype: torch.dtype | None
+    first_only: bool = False
+    follow_first: bool = False
+    result: torch.dtype | None = None
+
+
+_LEAVE = OperandPlan(None, None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _inplace_position(func: Any) -> int | None:
+    """Where a Python function takes ``inplace`` positionally."""
+    if not isinstance(func, types.FunctionType):
+        return None
+    parameters = list(inspect.signature(func).parameters)
+    return parameters.index("inplace") if "inplace" in parameters else None
+
+
+def _writes_first(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call writes into its first operand or an ``out``."""
+    if kwargs.get("inplace") or kwargs.get("out") is not None or target in _INPLACE_OPERATORS:
+        return True
+    name = target if isinstance(target, str) else getattr(target, "_opname", getattr(target, "__name__", ""))
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    if name in _INPLACE_METHODS:
+        return True
+    position = None if isinstance(target, str) else _inplace_position(target)
+    return position is not None and position < len(args) and bool(args[position])
+
+
+def operand_plan(
+    policy: PrecisionPolicy, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> OperandPlan:
+    """The casts a call of ``target`` needs under ``policy``; ``target`` as for `kind_of`."""
+    name = _op_name(target)
+    if isinstance(target, nn.Module):
+        kind = kind_of(target)
+        if getattr(target, "inplace", False):
+            return OperandPlan(kind, None, follow_first=True)
+    else:
+        own = getattr(target, "__module__", None) or ""
+        if own.startswith("torch._ops.voxmma"):
+            return _LEAVE  # its precision is in its arguments, which the layer chose
+        if name is not None and (
+            name in _NEUTRAL or name.startswith(("is_", "_is_", "new_", "requires_grad"))
+        ):
+            return _LEAVE
+        kind = _KIND_BY_NAME.get(name or "")
+        if _writes_first(target, args, kwargs):
+            return OperandPlan(kind, None, follow_first=True)
+    precision = policy.precision_for(kind)
+    if kind is OpKind.Reduction and precision.is_half and policy.reduction_inside is Precision.F32:
+        native = isinstance(target, _F32_INSIDE_MODULES) or name in _F32_INSIDE
+        precision = precision if native else Precision.F32
+    if name in _CAST_RESULT or isinstance(target, nn.Embedding):
+        return OperandPlan(kind, None, result=precision.dtype)
+    first_only = name in _FIRST_ONLY or isinstance(target, nn.modules.batchnorm._NormBase)
+    return OperandPlan(kind, precision.dtype, first_only=first_only)
+
+
+_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _cast_value(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` in ``dtype`` when it is a float tensor of at most 32 bits or Voxels with such features."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype in _CASTABLE and value.dtype != dtype else value
+    feats = getattr(value, "feats", None)
+    if isinstance(feats, torch.Tensor) and hasattr(value, "with_feats"):
+        return (
+            value.with_feats(feats.to(dtype)) if feats.dtype in _CASTABLE and feats.dtype != dtype else value
+        )
+    return value
+
+
+class _PolicyMode(TorchFunctionMode):
+    """Casts the operands of every PyTorch function this thread calls, as `operand_plan` says."""
+
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        super().__init__()
+        self.policy = policy
+        self.casts: Counter[str] = Counter()
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> _PolicyMode:
+        # Autocast is what code outside PyTorch asks for its compute dtype, our sparse functions among it;
+        # PyTorch's own functions run with it off, because the policy has already cast their operands.
+        compute = self.policy.forward.input
+        stack = contextlib.ExitStack()
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            dtype = compute.dtype if compute.is_half else None
+            stack.enter_context(
+                torch.autocast(device, dtype=dtype, enabled=compute.is_half, cache_enabled=False)
+            )
+        super().__enter__()
+        self._entered.append(stack)
+        _THREAD.modes.append(self)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        _THREAD.modes.pop()
+        super().__exit__(*exc)
+        self._entered.pop().close()
+
+    def _cast(self, value: Any, dtype: torch.dtype, kind: OpKind | None) -> Any:
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor) and leaf.dtype in _CASTABLE and leaf.dtype != dtype:
+                self.casts[kind.value if kind else "unknown"] += 1
+                return leaf.to(dtype)
+            return leaf
+
+        return tree_map(one, value)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _THREAD.modes[-1] is not self:  # PyTorch asks every mode in turn; the innermost decides
+            return func(*args, **kwargs)
+        plan = operand_plan(self.policy, func, args, kwargs)
+        dtype = plan.dtype
+        if plan.follow_first:
+            first = args[0] if args else kwargs.get("input")
+            dtype = first.dtype if isinstance(first, torch.Tensor) and first.dtype in _CASTABLE else None
+        if dtype is not None:
+            split = 1 if plan.first_only else len(args)
+            if plan.follow_first:
+                args = args[:1] + self._cast(args[1:], dtype, plan.kind)
+            else:
+                args = self._cast(args[:split], dtype, plan.kind) + args[split:]
+            if plan.first_only and "input" in kwargs:
+                kwargs = {**kwargs, "input": self._cast(kwargs["input"], dtype, plan.kind)}
+            elif not plan.first_only:
+                kept = {k: v for k, v in kwargs.items() if k == "out" or (plan.follow_first and k == "input")}
+                kwargs = {**self._cast(kwargs, dtype, plan.kind), **kept}
+        with torch._C._DisableAutocast():
+            out = func(*args, **kwargs)
+        return self._cast(out, plan.result, plan.kind) if plan.result is not None else out
+
+
+# ---------------------------------------------------------------- putting a policy to work
+class _ThreadState(threading.local):
+    """What is at work in this thread: open ``with`` blocks, modules whose forward has begun, their modes."""
+
+    def __init__(self) -> None:
+        self.blocks: list[AppliedPolicy] = []
+        self.running: list[tuple[_ForwardHook, _PolicyMode]] = []
+        self.modes: list[_PolicyMode] = []
+
+
+_THREAD = _ThreadState()
+
+
+def current_policy() -> PrecisionPolicy | None:
+    """The innermost policy at work in this thread, None outside of any."""
+    if _THREAD.running:
+        return _THREAD.running[-1][0].policy
+    return _THREAD.blocks[-1].policy if _THREAD.blocks else None
+
+
+class _ForwardHook:
+    """Runs a module's forward under a policy. One object, registered before and after the forward."""
+
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        self.policy = policy
+        self.casts: Counter[str] = Counter()
+
+    @torch.compiler.disable
+    def before(self, module: nn.Module, args: Any) -> None:
+        mode = _PolicyMode(self.policy)
+        mode.__enter__()
+        _THREAD.running.append((self, mode))
+
+    @torch.compiler.disable
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        running = _THREAD.running
+        if not running or running[-1][0] is not self:
+            return output  # an earlier hook failed before the forward began
+        mode = running.pop()[1]
+        mode.__exit__(None, None, None)
+        self.casts += mode.casts
+        return self.policy.boundary(output)
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """What a policy does to one layer: its name, class, kind, operand precision, and a remark."""
+
+    name: str
+    module: str
+    kind: str
+    precision: str
+    note: str
+
+
+@dataclass
+class AppliedPolicy:
+    """A policy at work; `revert` undoes everything. Also a context manager that reverts at its end.
+
+    Attributes:
+        policy: the policy.
+        rows: one `LayerRow` per layer (empty for a ``with policy:`` block).
+    """
+
+    policy: PrecisionPolicy
+    rows: list[LayerRow] = field(default_factory=list)
+    _undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+    _counters: list[Any] = field(default_factory=list, repr=False)
+
+    @property
+    def casts(self) -> dict[str, int]:
+        """Casts made so far, by kind of the operation that needed them."""
+        return dict(sum((c.casts for c in self._counters), Counter()))
+
+    def revert(self) -> None:
+        """Removes the policy and puts everything back as it was. A second call does nothing.
+
+        Raises torchflags.FlagsError when PyTorch's TF32 switches could not be put back exactly.
+        """
+        self._undo.close()
+
+    def __enter__(self) -> AppliedPolicy:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.revert()
+
+    def table(self) -> str:
+        """The rows as aligned text."""
+        cells = [("layer", "class", "kind", "operands", "")]
+        cells += [(r.name or "(root)", r.module, r.kind, r.precision, r.note) for r in self.rows]
+        widths = [max(len(row[i]) for row in cells) for i in range(5)]
+        lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _set_fp32_switches(tf32: bool, undo: contextlib.ExitStack) -> None:
+    """Sets PyTorch's and this library's float32 precision; ``undo`` gets what puts both back exactly."""
+    before = torchflags.snapshot()
+
+    def put_back() -> None:
+        left = torchflags.restore(before, parts=("tree", "legacy"))
+        if left:
+            text = "not put back: " + "; ".join(map(str, left))
+            if any(difference.wanted != "default" for difference in left):
+                raise torchflags.FlagsError(text)
+            warnings.warn(text + " (the same precision, but PyTorch cannot write it back)", stacklevel=2)
+
+    undo.callback(put_back)
+    torchflags.set_tf32(tf32)
+    undo.callback(settings.set_fp32_precision, settings.snapshot().fp32_precision)
+    settings.set_fp32_precision("tf32" if tf32 else "ieee")
+
+
+def _not_while_compiling() -> None:
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(
+            "torch.compile cannot trace a policy that casts as it goes; revert it and compile the plain "
+            "model with backend=voxmma.policy_graph.policy_backend(policy)"
+        )
+
+
+def activate(policy: PrecisionPolicy, switches_only: bool = False) -> AppliedPolicy:
+    """What ``with policy:`` does, until `AppliedPolicy.revert`.
+
+    Switches are set when Compute is f32 (TF32 off) or tf32 (on), and left alone when it is f16 or bf16.
+
+    The float32 switches and this library's accumulator setting are process-wide, the casts belong to this
+    thread. ``switches_only`` leaves it at the float32 switches.
+    """
+    applied = AppliedPolicy(policy)
+    with contextlib.ExitStack() as stack:
+        if not policy.forward.input.is_half:
+            _set_fp32_switches(policy.tf32, stack)
+        if not switches_only:
+            # A promoted sum can only be asked of a layer; without one the more exact fp32 sum runs.
+            stack.callback(settings.set_fp16_accum, settings.snapshot().fp16_accum)
+            settings.set_fp16_accum(policy.forward.accumulator_name == "fp16")
+            mode = _PolicyMode(policy)
+            stack.enter_context(mode)
+            applied._counters.append(mode)
+        applied._undo = stack.pop_all()
+    return applied
+
+
+def _set_sparse_layer(layer: nn.Module, policy: PrecisionPolicy, undo: contextlib.ExitStack) -> str:
+    """Sets the precision attributes of a sparse convolution layer and returns the remark for its row."""
+    spec = policy.forward
+    if policy.dgrad.accumulator_name != spec.accumulator_name:
+        raise PolicyError("sparse layers use one accumulator for forward and dgrad; the policy asks for two")
+    wanted = {
+        "use_fp16_accum": spec.accumulator is Precision.F16,
+        "accumulator": spec.accumulator_name if spec.chunk is not None else None,
+        "compute_dtype": spec.input.dtype,
+    }
+    for name, value in wanted.items():
+        undo.callback(setattr, layer, name, getattr(layer, name))
+        setattr(layer, name, value)
+    return f"accumulator {spec.accumulator_name}"
+
+
+def apply_policy(
+    module: nn.Module,
+    policy: PrecisionPolicy | str | Mapping[str, Any],
+    overrides: Mapping[str, PrecisionPolicy | str | Mapping[str, Any]] | None = None,
+) -> AppliedPolicy:
+    """Makes ``module`` run under ``policy`` until the returned object's `revert`.
+
+    Everything the forward calls has its operands cast by kind, outputs leave in float32, sparse convolution
+    layers get ``use_fp16_accum``, ``accumulator`` and ``compute_dtype``, and PyTorch's TF32 switches are set
+    as Compute says (process-wide, until reverted). Parameters, buffers and the state dict stay as they are.
+
+    Args:
+        module: the model, or any part of one. Compile it with `voxmma.policy_graph.policy_backend` instead of
+            this when it goes through torch.compile.
+        policy: a policy, its name or its record.
+        overrides: policies of parts, by module name with shell wildcards (``{"head*": "always_f32"}``).
+
+    Raises TypeError for a module with float64 tensors, PolicyError for a policy the layers cannot follow or
+    overrides that differ in TF32 (which is process-wide), KeyError for an override that matches nothing,
+    RuntimeError when a policy is already applied to the module or a part of it.
+    """
+    policy = as_policy(policy)
+    torchflags.refuse_fp64(module, f"policy {policy}")
+    for name, part in module.named_modules():
+        hooks = part._forward_pre_hooks.values()
+        if any(isinstance(getattr(h, "__self__", None), _ForwardHook) for h in hooks):
+            raise RuntimeError(f"a policy is already applied to {name or 'this module'}; revert it first")
+    owners = {"": policy}
+    for pattern, value in (overrides or {}).items():
+        own = as_policy(value)
+        if own.tf32 != policy.tf32:
+            raise PolicyError("TF32 is process-wide: a part cannot differ from the whole in it")
+        hits = [n for n, _ in module.named_modules() if n and fnmatch.fnmatchcase(n, pattern)]
+        if not hits:
+            raise KeyError(f"no part of the module is called {pattern!r}")
+        owners.update(dict.fromkeys(hits, own))
+
+    applied = activate(policy, switches_only=True)
+    try:
+        for name, own in owners.items():
+            hook = _ForwardHook(own)
+            part = module.get_submodule(name)
+            applied._undo.callback(part.register_forward_pre_hook(hook.before, prepend=True).remove)
+            applied._undo.callback(part.register_forward_hook(hook.after, always_call=True).remove)
+            applied._counters.append(hook)
+        for name, part in module.named_modules():
+            own = owners[max((o for o in owners if o in ("", name) or name.startswith(o + ".")), key=len)]
+            kind = kind_of(part)
+            if kind is None and any(True for _ in part.children()):
+                continue
+            note = "" if kind is not None else "unknown class: its functions decide, unknown ones run in f32"
+            if _is_sparse_conv(part):
+                note = _set_sparse_layer(part, own, applied._undo)
+            precision = own.precision_for(kind).value
+            if kind is OpKind.Reduction and own.precision_for(kind).is_half:
+                precision += f", {own.reduction_inside.value} inside"
+            if own is not policy:
+                note = f"{note}; {own}" if note else str(own)
+            row_kind = kind.value if kind else "unknown"
+            applied.rows.append(LayerRow(name, type(part).__name__, row_kind, precision, note))
+    except BaseException:
+        applied.revert()
+        raise
+    return applied

@@ -1,0 +1,599 @@
+"""Voxels: features on a coordinate set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from voxmma.coords import (
+    BATCH_MAX,
+    COORD_MAX,
+    COORD_MIN,
+    CoordSet,
+    check_batch_size,
+    check_columns,
+    explain_unpackable,
+    first_unpackable,
+    narrow,
+    pack,
+    resolve_batch_size,
+    unpack,
+)
+
+if TYPE_CHECKING:
+    from voxmma.explain import Record
+
+Triple = tuple[int, int, int]
+Number = float  # Voxels.float hides the built-in inside the class
+
+FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REDUCTIONS = ("mean", "sum", "max", "min", "first")
+
+
+@dataclass(init=False, eq=False, repr=False)  # a dataclass: DistributedDataParallel looks for tensors inside
+class Voxels:
+    """N voxels with C features each: an immutable value. Whatever keeps the coordinates shares them, maps
+    included.
+
+    Args:
+        coords: (N, 4) int32 or int64 rows (batch, x, y, z); see CoordSet for the ranges. A CoordSet is shared
+            as it is. N may be 0. The row order is kept.
+        feats: (N, C) fp16, bf16, fp32 or fp64 on the device of `coords`, any strides.
+        batch_size: number of samples, empty ones included. Default: largest batch index + 1.
+        stride: tensor stride per axis, one int or three: a record of how coarse the grid is. Coordinates at a
+            coarser level are grid coordinates of that level, that is, already divided.
+        duplicates: 'error' refuses a coordinate that comes twice; 'mean', 'sum', 'max' or 'first' (smallest
+            row) merges its features, and the voxels come out sorted by (batch, x, y, z), duplicates or not.
+
+    Raises:
+        TypeError, ValueError: naming the argument and the offending row: wrong type, dtype, shape or device,
+            numbers of rows that differ, coordinates or batch indices out of range, duplicates.
+
+    Equality is identity. Supports `torch.save`, pickle, deepcopy (coordinates are shared) and torch's pytree.
+    """
+
+    _feats: torch.Tensor
+    _coord_set: CoordSet
+    _stride: Triple
+    _record: Record | None
+
+    def __init__(
+        self,
+        coords: torch.Tensor | CoordSet,
+        feats: torch.Tensor,
+        batch_size: int | None = None,
+        stride: int | Sequence[int] = 1,
+        duplicates: str = "error",
+    ) -> None:
+        if duplicates not in ("error", "mean", "sum", "max", "first"):
+            raise ValueError(
+                f"duplicates must be 'error', 'mean', 'sum', 'max' or 'first', got {duplicates!r}"
+            )
+        if isinstance(coords, CoordSet):
+            if batch_size not in (None, coords.batch_size):
+                raise ValueError(f"batch_size is {batch_size}, the CoordSet has {coords.batch_size}")
+            _check_feats(feats, coords.num, coords.device)
+            coord_set = coords
+        else:
+            check_columns(coords)
+            _check_feats(feats, coords.shape[0], coords.device)
+            if duplicates == "error":
+                coord_set = CoordSet(coords, batch_size)
+            else:
+                check_batch_size(batch_size)
+                bad = first_unpackable(coords)
+                if bad >= 0:
+                    raise ValueError(explain_unpackable(bad, coords[bad].tolist()))
+                largest = int(coords[:, 0].max()) if len(coords) else -1
+                samples = resolve_batch_size(batch_size, largest, coords[:, 0], "coords")
+                coord_set, feats = _merge(pack(narrow(coords)), feats, samples, duplicates)
+        self._start(coord_set, feats, _positive_triple(stride, "stride"))
+
+    def _start(self, coord_set: CoordSet, feats: torch.Tensor, stride: Triple) -> None:
+        self._coord_set = coord_set
+        self._feats = feats
+        self._stride = stride
+        self._record = None
+
+    @classmethod
+    def _make(cls, coord_set: CoordSet, feats: torch.Tensor, stride: Triple) -> Voxels:
+        """From parts that fit together."""
+        made = cls.__new__(cls)
+        made._start(coord_set, feats, stride)
+        return made
+
+    # ---- facts ---------------------------------------------------------------------------------------------
+
+    @property
+    def coord_set(self) -> CoordSet:
+        """The coordinate set, shared by all voxels on the same coordinates; kernel maps are cached on it."""
+        return self._coord_set
+
+    @property
+    def coords(self) -> torch.Tensor:
+        """(N, 4) int32 batch, x, y, z, contiguous. Not to be written to."""
+        return self._coord_set.coords
+
+    @property
+    def feats(self) -> torch.Tensor:
+        """(N, C) features."""
+        return self._feats
+
+    @property
+    def batch_size(self) -> int:
+        return self._coord_set.batch_size
+
+    @property
+    def stride(self) -> Triple:
+        """Tensor stride per axis."""
+        return self._stride
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """(batch_size,) int64 voxels of each sample, zeros for empty samples, on the voxels' device."""
+        return self._coord_set.counts
+
+    @property
+    def num_voxels(self) -> int:
+        return self._coord_set.num
+
+    @property
+    def device(self) -> torch.device:
+        return self._feats.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the features."""
+        return self._feats.dtype
+
+    def __repr__(self) -> str:
+        return (
+            f"Voxels(num_voxels={self.num_voxels}, channels={self._feats.shape[1]}, dtype={self.dtype}, "
+            f"device='{self.device}', batch_size={self.batch_size}, stride={self._stride})"
+        )
+
+    # ---- same coordinates ----------------------------------------------------------------------------------
+
+    def with_feats(self, feats: torch.Tensor) -> Voxels:
+        """Other features (N, C') on the same coordinates. TypeError or ValueError as in the constructor."""
+        _check_feats(feats, self._coord_set.num, self._coord_set.device)
+        return Voxels._make(self._coord_set, feats, self._stride)
+
+    def to(self, *args: Any, **kwargs: Any) -> Voxels:
+        """Features to a dtype, everything to a device; arguments as in `torch.Tensor.to`. Coordinates stay
+        int32.
+
+        Voxels that shared coordinates before share them afterwards.
+        """
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None and dtype not in FEATURE_DTYPES:
+            raise TypeError(f"features can be fp16, bf16, fp32 or fp64, not {dtype}")
+        feats = self._feats.to(device=device, dtype=dtype, non_blocking=non_blocking)
+        coord_set = self._coord_set if device is None else self._coord_set.to(device, non_blocking)
+        return Voxels._make(coord_set, feats, self._stride)
+
+    def half(self) -> Voxels:
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Voxels:
+        return self.to(torch.bfloat16)
+
+    def float(self) -> Voxels:
+        return self.to(torch.float32)
+
+    def double(self) -> Voxels:
+        return self.to(torch.float64)
+
+    def cpu(self) -> Voxels:
+        return self.to("cpu")
+
+    def cuda(self, device: torch.device | int | str | None = None) -> Voxels:
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def pin_memory(self) -> Voxels:
+        """Page-locked copy, as a DataLoader with pin_memory=True makes."""
+        coord_set = CoordSet.trusted(self.coords.pin_memory(), self.batch_size)
+        return Voxels._make(coord_set, self._feats.pin_memory(), self._stride)
+
+    def __add__(self, other: object) -> Voxels:
+        """Sum of the features on equal coordinates, in this one's row order.
+
+        Coordinates are equal when they are the same set or hold the same voxels, in whatever row order.
+        ValueError otherwise, or when batch size, stride or device differ.
+        """
+        if not isinstance(other, Voxels):
+            return NotImplemented
+        for name in ("device", "batch_size", "stride"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ValueError(f"cannot add voxels: {name} {mine} on the left, {theirs} on the right")
+        right = other._feats
+        if not self._coord_set.equal(other._coord_set):
+            if self.num_voxels != other.num_voxels:
+                raise ValueError(
+                    f"cannot add voxels: {self.num_voxels} on the left, {other.num_voxels} on the right"
+                )
+            rows = other._coord_set.lookup(self.coords)
+            if bool((rows < 0).any()):
+                row = int(torch.nonzero(rows < 0)[0])
+                raise ValueError(
+                    f"cannot add voxels: row {row} of the left, {tuple(self.coords[row].tolist())}, "
+                    "is not in the right"
+                )
+            right = right[rows]
+        if self._feats.shape[1] != right.shape[1]:
+            raise ValueError(
+                f"cannot add voxels: {self._feats.shape[1]} channels on the left, "
+                f"{right.shape[1]} on the right"
+            )
+        return Voxels._make(self._coord_set, self._feats + right, self._stride)
+
+    # ---- dense grids ---------------------------------------------------------------------------------------
+
+    def dense(
+        self, spatial_shape: Sequence[int] | None = None, origin: Sequence[int] = (0, 0, 0)
+    ) -> torch.Tensor:
+        """(batch_size, C, X, Y, Z) grid with zeros where there is no voxel. Differentiable.
+
+        Args:
+            spatial_shape: (X, Y, Z). Default: just large enough.
+            origin: coordinates (x, y, z) of the grid's first cell.
+
+        Raises ValueError naming the first voxel that lies outside the grid.
+        """
+        start = torch.tensor(_int_triple(origin, "origin"), device=self.device)
+        cell = self.coords[:, 1:].long() - start
+        if spatial_shape is None:
+            shape = tuple((cell.amax(0) + 1).clamp(min=1).tolist()) if self.num_voxels else (1, 1, 1)
+        else:
+            shape = _positive_triple(spatial_shape, "spatial_shape")
+        outside = ((cell < 0) | (cell >= torch.tensor(shape, device=self.device))).any(1)
+        if bool(outside.any()):
+            row = int(torch.nonzero(outside)[0])
+            raise ValueError(
+                f"coords row {row}, {tuple(self.coords[row].tolist())}, lies outside the grid of "
+                f"origin {tuple(origin)} and shape {tuple(shape)}"
+            )
+        grid = self._feats.new_zeros((self.batch_size, *shape, self._feats.shape[1]))
+        grid = grid.index_put((self.coords[:, 0].long(), *cell.unbind(1)), self._feats)
+        return grid.permute(0, 4, 1, 2, 3)
+
+    @staticmethod
+    def from_dense(
+        dense: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        origin: Sequence[int] = (0, 0, 0),
+        stride: int | Sequence[int] = 1,
+    ) -> Voxels:
+        """Voxels of a (B, C, X, Y, Z) grid, sorted by (batch, x, y, z). Differentiable with respect to
+        `dense`.
+
+        `mask` (B, X, Y, Z) bool says which cells become voxels; default: those with a channel that is not
+        zero. `origin` is the coordinate (x, y, z) of the first cell. TypeError or ValueError names what does
+        not fit.
+        """
+        if not isinstance(dense, torch.Tensor) or dense.dtype not in FEATURE_DTYPES:
+            what = dense.dtype if isinstance(dense, torch.Tensor) else type(dense).__name__
+            raise TypeError(f"dense must be a fp16, bf16, fp32 or fp64 tensor, got {what}")
+        if dense.dim() != 5:
+            raise ValueError(f"dense must be (B, C, X, Y, Z), got shape {tuple(dense.shape)}")
+        if dense.shape[0] > BATCH_MAX + 1:
+            raise ValueError(f"dense has {dense.shape[0]} samples, at most {BATCH_MAX + 1} are possible")
+        last = dense.permute(0, 2, 3, 4, 1)
+        if mask is None:
+            mask = (last != 0).any(-1)
+        elif not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
+        elif mask.shape != last.shape[:-1] or mask.device != dense.device:
+            raise ValueError(
+                f"mask must be {tuple(last.shape[:-1])} on {dense.device}, got {tuple(mask.shape)} "
+                f"on {mask.device}"
+            )
+        start = _int_triple(origin, "origin")
+        for axis, (first, cells) in enumerate(zip(start, dense.shape[2:], strict=True)):
+            if first < COORD_MIN or first + cells - 1 > COORD_MAX:
+                raise ValueError(
+                    f"origin {tuple(origin)}: {'xyz'[axis]} of the grid leaves {COORD_MIN}..{COORD_MAX}"
+                )
+        coords = torch.nonzero(mask)
+        index = coords.unbind(1)
+        coords = (coords + torch.tensor((0, *start), device=dense.device)).int()
+        return Voxels._make(
+            CoordSet.trusted(coords, dense.shape[0]), last[index], _positive_triple(stride, "stride")
+        )
+
+    # ---- points --------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_points(
+        points: torch.Tensor | Sequence[torch.Tensor],
+        feats: torch.Tensor | Sequence[torch.Tensor],
+        voxel_size: Number | Sequence[Number],
+        reduce: str = "mean",
+        *,
+        batch_index: torch.Tensor | None = None,
+        batch_size: int | None = None,
+        origin: Sequence[Number] = (0.0, 0.0, 0.0),
+    ) -> Voxels:
+        """Voxels of the cells that hold points, sorted by (batch, x, y, z). Differentiable with respect to
+        `feats`.
+
+        Cell i of an axis is the half-open interval [i, i + 1): i = floor((p - origin) / voxel_size), computed
+        in fp64 whatever the dtype of the points. Features of a cell are combined pairwise in row order, in
+        fp32 for half features and in fp64 for the others, so that CPU and GPU give the same bits.
+
+        Args:
+            points: (N, 3) floating point positions, or a sequence with one (N_i, 3) tensor per sample.
+            feats: (N, C) features, or a sequence of (N_i, C), as `points`.
+            voxel_size: edge length of a cell, one number or one per axis.
+            reduce: 'mean', 'sum', 'max', 'min' or 'first' (smallest row of the cell).
+            batch_index: (N,) int32 or int64 sample of each point, only with one `points` tensor. Default:
+                sample 0.
+            batch_size: number of samples. Default: the length of the sequence, or largest index + 1 (at least
+                1).
+            origin: position of the corner of cell (0, 0, 0).
+
+        Raises:
+            TypeError, ValueError: naming the argument and the offending row: non-finite points, cells outside
+                -131072..131071, wrong dtype, shape or device.
+        """
+        if reduce not in REDUCTIONS:
+            raise ValueError(f"reduce must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduce!r}")
+        check_batch_size(batch_size)
+        points, feats, batch, samples = _join_samples(points, feats, batch_index, batch_size)
+        size = (voxel_size,) * 3 if isinstance(voxel_size, (int, Number)) else tuple(voxel_size)
+        if len(size) != 3 or not all(math.isfinite(s) and s > 0 for s in size):
+            raise ValueError(f"voxel_size must be a positive number or three of them, got {voxel_size!r}")
+        if len(origin) != 3 or not all(map(math.isfinite, origin)):
+            raise ValueError(f"origin must be three finite numbers, got {origin!r}")
+        # Division by a tensor: by a Python number CUDA multiplies with the rounded reciprocal instead.
+        shift, edge = (torch.tensor(v, dtype=torch.float64, device=points.device) for v in (origin, size))
+        cell = torch.floor((points.detach().double() - shift) / edge)
+        inside = ((cell >= COORD_MIN) & (cell <= COORD_MAX)).all(1)  # False for nan and inf too
+        if not bool(inside.all()):
+            row = int(torch.nonzero(~inside)[0])
+            position = tuple(points[row].tolist())
+            if not all(map(math.isfinite, position)):
+                raise ValueError(f"points row {row} is not finite: {position}")
+            raise ValueError(
+                f"points row {row}, {position}, lies in cell {tuple(cell[row].tolist())}, outside "
+                f"{COORD_MIN}..{COORD_MAX}: voxel_size is too small or the origin too far"
+            )
+        keys = pack(torch.cat([batch.unsqueeze(1), cell.long()], dim=1))
+        coord_set, merged = _merge(keys, feats, samples, reduce)
+        return Voxels._make(coord_set, merged, (1, 1, 1))
+
+    # ---- samples -------------------------------------------------------------------------------------------
+
+    def unbind(self) -> list[Voxels]:
+        """One Voxels of batch size 1 per sample, empty ones included; rows keep their order."""
+        counts = self.counts.tolist()
+        order = torch.sort(self.coords[:, 0], stable=True).indices
+        columns = self.coords[order]
+        columns[:, 0] = 0
+        parts = zip(torch.split(columns, counts), torch.split(self._feats[order], counts), strict=True)
+        return [Voxels._make(CoordSet.trusted(c.contiguous(), 1), f, self._stride) for c, f in parts]
+
+    @staticmethod
+    def cat(voxels: Sequence[Voxels]) -> Voxels:
+        """The samples of all `voxels` one after another in one batch; the inverse of `unbind`. Rows keep
+        their order.
+
+        ValueError names the first that differs from voxels[0] in device, dtype, channels or stride.
+        """
+        voxels = list(voxels)
+        if not voxels:
+            raise ValueError("voxels must hold at least one Voxels")
+        for i, v in enumerate(voxels):
+            if not isinstance(v, Voxels):
+                raise TypeError(f"voxels[{i}] must be a Voxels, got {type(v).__name__}")
+            for name, mine, first in (
+                ("device", v.device, voxels[0].device),
+                ("dtype", v.dtype, voxels[0].dtype),
+                ("stride", v.stride, voxels[0].stride),
+                ("channels", v.feats.shape[1], voxels[0].feats.shape[1]),
+            ):
+                if mine != first:
+                    raise ValueError(f"voxels[{i}] has {name} {mine}, voxels[0] has {first}")
+        samples = sum(v.batch_size for v in voxels)
+        if samples > BATCH_MAX + 1:
+            raise ValueError(f"voxels hold {samples} samples together, at most {BATCH_MAX + 1} are possible")
+        columns = torch.cat([v.coords for v in voxels])
+        start, row = 0, 0
+        for v in voxels:
+            columns[row : row + v.num_voxels, 0] += start
+            start, row = start + v.batch_size, row + v.num_voxels
+        feats = torch.cat([v.feats for v in voxels])
+        return Voxels._make(CoordSet.trusted(columns, samples), feats, voxels[0].stride)
+
+
+# ---- helpers -----------------------------------------------------------------------------------------------
+
+
+def _check_feats(feats: torch.Tensor, rows: int, device: torch.device) -> None:
+    if not isinstance(feats, torch.Tensor):
+        raise TypeError(f"feats must be a tensor, got {type(feats).__name__}")
+    if feats.dtype not in FEATURE_DTYPES:
+        raise TypeError(f"feats must be fp16, bf16, fp32 or fp64, got {feats.dtype}")
+    if feats.dim() != 2:
+        raise ValueError(f"feats must be (N, C), got shape {tuple(feats.shape)}")
+    if feats.shape[0] != rows:
+        raise ValueError(f"feats has {feats.shape[0]} rows, coords has {rows}")
+    if feats.device != device:
+        raise ValueError(f"feats is on {feats.device}, coords is on {device}")
+
+
+def _int_triple(value: Sequence[int], name: str) -> Triple:
+    values = tuple(value)
+    if len(values) != 3 or any(isinstance(v, bool) or not isinstance(v, int) for v in values):
+        raise TypeError(f"{name} must be three ints, got {value!r}")
+    return values[0], values[1], values[2]
+
+
+def _positive_triple(value: int | Sequence[int], name: str) -> Triple:
+    values = _int_triple((value,) * 3 if isinstance(value, int) else value, name)
+    if min(values) < 1:
+        raise ValueError(f"{name} must be positive on every axis, got {value!r}")
+    return values
+
+
+def _join_samples(
+    points: torch.Tensor | Sequence[torch.Tensor],
+    feats: torch.Tensor | Sequence[torch.Tensor],
+    batch_index: torch.Tensor | None,
+    batch_size: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Checks the arguments of from_points; returns points, feats, batch (N,) int64 and the batch size."""
+    if isinstance(points, torch.Tensor):
+        if not isinstance(feats, torch.Tensor):
+            raise TypeError("feats must be one tensor when points is one")
+        _check_points(points, "points")
+        _check_feats_of_points(feats, points, "feats", "points")
+        if batch_index is None:
+            batch_index = torch.zeros(len(points), dtype=torch.int64, device=points.device)
+        elif not isinstance(batch_index, torch.Tensor) or batch_index.dtype not in (torch.int32, torch.int64):
+            what = getattr(batch_index, "dtype", type(batch_index).__name__)
+            raise TypeError(f"batch_index must be an int32 or int64 tensor, got {what}")
+        elif batch_index.shape != points.shape[:1] or batch_index.device != points.device:
+            raise ValueError(
+                f"batch_index must be ({len(points)},) on {points.device}, got {tuple(batch_index.shape)} "
+                f"on {batch_index.device}"
+            )
+        batch = batch_index.long()
+        outside = (batch < 0) | (batch > BATCH_MAX)
+        if bool(outside.any()):
+            row = int(torch.nonzero(outside)[0])
+            raise ValueError(f"batch_index row {row} is {int(batch[row])}, it must be in 0..{BATCH_MAX}")
+        largest = int(batch.max()) if len(batch) else -1
+        samples = resolve_batch_size(batch_size, largest, batch, "batch_index")
+        return points, feats, batch, max(samples, 1) if batch_size is None else samples
+    if batch_index is not None:
+        raise ValueError(
+            "batch_index goes with one points tensor, not with a sequence: the position is the sample"
+        )
+    if isinstance(feats, torch.Tensor) or len(points) != len(feats):
+        count = "one tensor" if isinstance(feats, torch.Tensor) else f"{len(feats)} tensors"
+        raise ValueError(f"feats must be a sequence of {len(points)} tensors like points, got {count}")
+    if not points:
+        raise ValueError("points must hold at least one tensor")
+    for i, (p, f) in enumerate(zip(points, feats, strict=True)):
+        _check_points(p, f"points[{i}]")
+        _check_feats_of_points(f, p, f"feats[{i}]", f"points[{i}]")
+        for name, tensor, first in ((f"points[{i}]", p, points[0]), (f"feats[{i}]", f, feats[0])):
+            if (
+                tensor.device != first.device
+                or tensor.dtype != first.dtype
+                or tensor.shape[1] != first.shape[1]
+            ):
+                raise ValueError(f"{name} differs from the first in device, dtype or number of columns")
+    samples = len(points) if batch_size is None else batch_size
+    if not len(points) <= samples <= BATCH_MAX + 1:
+        raise ValueError(
+            f"points holds {len(points)} samples, batch_size is {samples}, the limit {BATCH_MAX + 1}"
+        )
+    sizes = torch.tensor([len(p) for p in points], device=points[0].device)
+    batch = torch.repeat_interleave(torch.arange(len(points), device=points[0].device), sizes)
+    return torch.cat(list(points)), torch.cat(list(feats)), batch, samples
+
+
+def _check_points(points: torch.Tensor, name: str) -> None:
+    if not isinstance(points, torch.Tensor) or not points.is_floating_point():
+        what = points.dtype if isinstance(points, torch.Tensor) else type(points).__name__
+        raise TypeError(f"{name} must be a floating point tensor, got {what}")
+    if points.dim() != 2 or points.shape[1] != 3:
+        raise ValueError(f"{name} must be (N, 3), got shape {tuple(points.shape)}")
+
+
+def _check_feats_of_points(feats: torch.Tensor, points: torch.Tensor, name: str, points_name: str) -> None:
+    if not isinstance(feats, torch.Tensor) or feats.dtype not in FEATURE_DTYPES:
+        what = feats.dtype if isinstance(feats, torch.Tensor) else type(feats).__name__
+        raise TypeError(f"{name} must be a fp16, bf16, fp32 or fp64 tensor, got {what}")
+    if feats.dim() != 2 or feats.shape[0] != points.shape[0]:
+        raise ValueError(
+            f"{name} must be ({points.shape[0]}, C) like {points_name}, got {tuple(feats.shape)}"
+        )
+    if feats.device != points.device:
+        raise ValueError(f"{name} is on {feats.device}, {points_name} is on {points.device}")
+
+
+def _merge(
+    keys: torch.Tensor, feats: torch.Tensor, samples: int, reduce: str
+) -> tuple[CoordSet, torch.Tensor]:
+    """Sorted coordinate set of the packed keys (N,) and the features (N, C) of equal keys reduced to one row
+    each.
+
+    Rows of a key are combined as a balanced tree in row order by elementwise operations, so every device
+    gives the same bits and the gradient is that of the elementwise operations.
+    """
+    ordered, order = torch.sort(keys, stable=True)
+    found, size = torch.unique_consecutive(ordered, return_counts=True)
+    coord_set = CoordSet.trusted(unpack(found), samples)
+    if reduce == "first":
+        return coord_set, feats[order[torch.cumsum(size, 0) - size]]
+    combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce, torch.add)
+    values = feats[order]
+    if combine is torch.add:
+        values = values.to(torch.float32 if feats.dtype in (torch.float16, torch.bfloat16) else torch.float64)
+    remaining = size
+    while values.shape[0] > found.shape[0]:
+        # Ranks 0 1 2 3 4 of a key: (0,1) (2,3) (4) become the ranks 0 1 2 of the next round.
+        rows = torch.arange(values.shape[0], device=keys.device)
+        start = torch.repeat_interleave(torch.cumsum(remaining, 0) - remaining, remaining)
+        last = start + torch.repeat_interleave(remaining, remaining) - 1
+        left = torch.nonzero((rows - start) % 2 == 0).flatten()
+        paired = left < last[left]
+        right = torch.where(paired, left + 1, left)
+        values = torch.where(paired.unsqueeze(1), combine(values[left], values[right]), values[left])
+        remaining = (remaining + 1) // 2
+    if reduce == "mean":
+        values = values / size.to(values.dtype).unsqueeze(1)
+    return coord_set, values.to(feats.dtype)
+
+
+# ---- pytree: torch.compile, torch.export and data loaders see the two tensors ------------------------------
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What the tensors do not say. Two trees of different coordinate sets still have the same structure."""
+
+    batch_size: int
+    stride: Triple
+    coord_set: CoordSet | None = field(default=None, compare=False)
+
+
+def _flatten(voxels: Voxels) -> tuple[list[Any], _Context]:
+    return [voxels.coords, voxels.feats], _Context(voxels.batch_size, voxels.stride, voxels.coord_set)
+
+
+def _flatten_with_keys(voxels: Voxels) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
+    children, context = _flatten(voxels)
+    keys = (pytree.GetAttrKey("coords"), pytree.GetAttrKey("feats"))
+    return list(zip(keys, children, strict=True)), context
+
+
+def _unflatten(children: Any, context: _Context) -> Voxels:
+    coords, feats = children
+    if context.coord_set is not None and coords is context.coord_set.coords:
+        coord_set = context.coord_set
+    elif isinstance(coords, torch.Tensor) and coords.dtype != torch.int32:
+        raise TypeError(f"coords of voxels must stay int32, a tree_map made them {coords.dtype}")
+    else:
+        coord_set = CoordSet.trusted(coords, context.batch_size)
+    return Voxels._make(coord_set, feats, context.stride)
+
+
+pytree.register_pytree_node(
+    Voxels,
+    _flatten,
+    _unflatten,
+    serialized_type_name="voxmma.Voxels",
+    to_dumpable_context=lambda context: [context.batch_size, *context.stride],
+    from_dumpable_context=lambda dumped: _Context(dumped[0], (dumped[1], dumped[2], dumped[3])),
+    flatten_with_keys_fn=_flatten_with_keys,
+)

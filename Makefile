@@ -28,6 +28,7 @@ test: $(BUILT)
 
 lint: $(BUILT)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
 format: $(BUILT)

@@ -634,7 +634,8 @@ void check_ints(const char* name, const Tensor& t, ScalarType dtype, int64_t col
               " of shape ", t.sizes(), " on ", t.device());
 }
 
-IndexResult index_coords_cuda(const Tensor& coords) {
+// Without `check` nothing is read back and the statistics are empty: for coordinates known to be valid.
+IndexResult index_coords_cuda(const Tensor& coords, bool check) {
   check_ints("coords", coords, at::kInt, 4, coords);
   const Launch on(coords.device());
   const int64_t n = coords.size(0), capacity = hash_capacity(n);
@@ -652,6 +653,7 @@ IndexResult index_coords_cuda(const Tensor& coords) {
   args.stats = data<CoordStats>(stats);
   args.workspace = scratch.data_ptr();
   check_cuda(index_coords(args, on.stream), "index_coords", on.device);
+  if (!check) return {keys, rows, order, {}};
   const Tensor host = stats.cpu();  // the one synchronisation
   CoordStats found;
   std::memcpy(&found, host.data_ptr(), sizeof(found));
@@ -811,7 +813,7 @@ Tensor wgrad_cuda(const Tensor&, const Tensor&, TensorList, TensorList, int64_t,
                   string_view, string_view, OptDtype) {
   no_cuda();
 }
-IndexResult index_coords_cuda(const Tensor&) { no_cuda(); }
+IndexResult index_coords_cuda(const Tensor&, bool) { no_cuda(); }
 PlanResult build_plan_cuda(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, const Tensor&,
                            std::vector<int64_t>, std::vector<int64_t>) {
   no_cuda();
@@ -869,7 +871,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("BUILD_ID") = voxmma::kBuildId;
   m.attr("TORCH_VERSION") = voxmma::kTorchVersion;
   m.def("kernel_configs", &voxmma::kernel_configs);
-  m.def("index_coords", torch::wrap_pybind_function_no_gil(voxmma::index_coords_cuda), py::arg("coords"));
+  m.def("index_coords", torch::wrap_pybind_function_no_gil(voxmma::index_coords_cuda), py::arg("coords"),
+        py::arg("check") = true);
   m.def("build_plan", torch::wrap_pybind_function_no_gil(voxmma::build_plan_cuda), py::arg("out_coords"),
         py::arg("out_order"), py::arg("keys"), py::arg("rows"), py::arg("n_in"), py::arg("add"), py::arg("mul"),
         py::arg("div"));

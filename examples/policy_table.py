@@ -2,8 +2,8 @@
 
     python examples/policy_table.py                 CPU or GPU, whichever torch finds
 
-Casts: made per training step by `apply_policy`; for the transformer also what the graph pass inserts, removes and
-leaves. Error: relative L2 of output and gradients against the same network in float64.
+Casts: made per training step by `apply_policy`; for the transformer also what the graph pass inserts, removes
+and leaves. Error: relative L2 of output and gradients against the same network in float64.
 """
 
 from __future__ import annotations

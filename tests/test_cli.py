@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import voxmma
-from voxmma import accuracy, bench, demo, doctor, scenes
+from voxmma import accuracy, bench, demo, doctor, gate, scenes
 from voxmma.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +53,18 @@ def test_unknown_command_is_an_error() -> None:
 
 
 # ---- tiles -------------------------------------------------------------------------------------------------
+
+
+def test_tiles_gate_measures_and_says_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = gate.run
+    monkeypatch.setattr(gate, "run", lambda device, advance: honest(device, voxels=100, advance=advance))
+    (verdict,) = json.loads(invoke("tiles", "--gate", "--device", "cpu", "--json").stdout)
+    assert verdict["subject"] == "cpu" and verdict["allowed"] is False
+    assert [check["name"] for check in verdict["checks"]][-2:] == ["budget", "gain"]
+    text = invoke("tiles", "--gate", "--device", "cpu").stdout
+    assert "FAILED" in text and "refused, gain" in text and "rel-L2" in text
+    wrong = CliRunner().invoke(app, ["tiles", "--gate", "--device", "meta"])
+    assert wrong.exit_code == 2 and "cannot be used here" in wrong.output
 
 
 def test_tiles_prints_the_table_and_the_same_as_json() -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 import voxmma
 from voxmma import gate, sweep
 from voxmma.accuracy import FAMILIES, Bound, Errors, reference_conv
-from voxmma.gate import Certificate, certificate, fp16_operands, judge, overflow_bound, safe_factor
+from voxmma.gate import judge
+from voxmma.overflow import Certificate, certificate, fp16_operands, overflow_bound, safe_factor
 
 CPU = torch.device("cpu")
 GOOD = Errors(1e-4, 1e-5, 1e-3, 2.0, 0, 1000)

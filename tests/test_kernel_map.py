@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import math
+import operator
 import pickle
 import sys
 import weakref
@@ -317,7 +319,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"kernel_size": 3, "dilation": (1 << 20) + 1}, ValueError, "dilation"),
     ({"kernel_size": 9, "dilation": (1 << 18) + 1}, ValueError, "dilation"),
     ({"kernel_size": 3, "dilation": "2"}, TypeError, "dilation"),
-    ({"kernel_size": 3, "stride": 2}, ValueError, "out_coords"),
+    ({"kernel_size": 3, "stride": 2, "max_voxels": 0}, ValueError, "max_voxels"),
     ({"kernel_size": 3, "stride": 0}, ValueError, "stride"),
     ({"kernel_size": 3, "padding": 0.5}, TypeError, "padding"),
     ({"kernel_size": 3, "out_coords": torch.zeros(1, 4)}, TypeError, "out_coords"),
@@ -352,6 +354,29 @@ MISSING = UNIQUE_MAX
 Plan = list[np.ndarray]  # order, tile_pass, passes, frag, uniq, local as in KernelMap.tensors
 
 
+def reference_cluster(masks: list[int]) -> list[int]:
+    """Order of the rows of a tile, as `cluster_rows` of csrc/map/plan.cu.
+
+    Sorted with the rarest bits on top, then halved three times by the bit that leaves the halves the smallest unions.
+    """
+    count = [sum(mask >> b & 1 for mask in masks) for b in range(32)]
+    place = [sum((count[j], -j) > (count[b], -b) for j in range(32)) for b in range(32)]
+    key = [sum(1 << place[b] for b in range(32) if mask >> b & 1) for mask in masks]
+    rows = sorted(range(TILE), key=lambda i: (-key[i], i))
+    for size in (256, 128, 64):
+        for begin in range(0, TILE, size):
+            node, best = rows[begin : begin + size], (10**9, rows)
+            for b in range(32):
+                ones = [i for i in node if key[i] >> b & 1]
+                halved = ones + [i for i in node if not key[i] >> b & 1]
+                halves = halved[: size // 2], halved[size // 2 :]
+                cost = sum(int.bit_count(functools.reduce(operator.or_, (key[i] for i in h))) for h in halves)
+                if cost < best[0] and (b == 0 or 0 < len(ones) < size):
+                    best = cost, halved
+            rows[begin : begin + size] = best[1]
+    return rows
+
+
 def reference_plan(table: np.ndarray, out_order: np.ndarray, offsets: Sequence[Triple]) -> Plan:
     """The plan of csrc/map/plan.cu in plain Python. `table` is (K, n_out), `out_order` (n_out,)."""
     volume, n_out = table.shape
@@ -368,7 +393,7 @@ def reference_plan(table: np.ndarray, out_order: np.ndarray, offsets: Sequence[T
     for tile in range(tiles):
         rows = out_order[tile * TILE : (tile + 1) * TILE]
         masks = [sum({1 << int(b) for b in bit[table[:, row] >= 0]}) for row in rows]
-        rows = rows[sorted(range(len(rows)), key=lambda i: (-masks[i], i))]
+        rows = rows[[i for i in reference_cluster(masks + [0] * (TILE - len(rows))) if i < len(rows)]]
         order[tile * TILE : tile * TILE + len(rows)] = rows
         nearby = np.full((volume, TILE), -1, dtype=np.int64)
         nearby[:, : len(rows)] = table[:, rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import voxmma
-from voxmma import settings
+from voxmma import gate, settings
 
 tiles_module = importlib.import_module("voxmma.tiles")  # the name voxmma.tiles is the function
 select_tile, plan_call = tiles_module.select_tile, tiles_module.plan_call
@@ -49,6 +50,14 @@ def full_build() -> list[dict[str, Any]]:
         if arch == 80:
             small = _row(f"sm80_{short}_wgrad_32x64_small", "wgrad", dtype, "fp32", 32, 64, 16, "MMA", 80)
             rows.append({**small, "stages": 1})
+    for n, k, chunk in itertools.product((32, 64), (32, 64), (32, 64, 128, -1)):
+        name = f"sm80_f16_256x{n}x{k}_acc16p{'off' if chunk == -1 else chunk}"
+        row = _row(name, "fprop", "fp16", "fp16_promoted", 256, n, k, "MMA", 80)
+        rows.append({**row, "promote": chunk})
+    for scheme in ("3xtf32", "tf32"):
+        for n in (32, 64):
+            rows.append(_row(f"sm80_f32_256x{n}x32_{scheme}", "fprop", "fp32", "fp32", 256, n, 32, "MMA", 80))
+        rows.append(_row(f"sm80_f32_wgrad_32x64_{scheme}", "wgrad", "fp32", "fp32", 32, 64, 16, "MMA", 80))
     for short, dtype in (("f32", "fp32"), ("f64", "fp64"), ("f16", "fp16"), ("bf16", "bf16")):
         accum = "fp64" if short == "f64" else "fp32"
         rows.append(_row(f"simt_{short}", "fprop", dtype, accum, 256, 32, 32, "SIMT", 80))
@@ -114,7 +123,18 @@ def plan(
         ("wgrad", torch.float16, "fp32", 64, 64, 64, H100, "simt_f16_wgrad"),
         ("fwd", torch.float16, "fp32", 64, 64, 8, H100, "sm80_f16_256x32x32_acc32"),
         ("fwd", torch.float16, "fp16", 64, 64, 64, A100, "sm80_f16_256x32x32_acc16"),
-        ("fwd", torch.float32, "fp32", 64, 64, 1, H100, "simt_f32"),
+        ("fwd", torch.float32, "fp32", 64, 64, 1, H100, "sm80_f32_256x64x32_3xtf32"),
+        ("fwd", torch.float32, "fp32", 64, 63, 1, H100, "simt_f32"),
+        ("fwd", torch.float32, "fp32", 128, 128, 2, H100, "sm80_f32_256x64x32_3xtf32"),
+        ("fwd", torch.float32, "fp32", 128, 128, 4, H100, "simt_f32"),
+        ("dgrad", torch.float32, "fp32", 256, 96, 1, A100, "sm80_f32_256x64x32_3xtf32"),
+        ("wgrad", torch.float32, "fp32", 64, 64, 1, A100, "sm80_f32_wgrad_32x64_3xtf32"),
+        ("wgrad", torch.float32, "fp32", 32, 64, 1, A100, "simt_f32_wgrad"),
+        ("fwd", torch.float32, "fp32", 64, 64, 1, ADA, "simt_f32"),
+        ("fwd", torch.float16, "fp16_promoted:64", 64, 64, 1, H100, "sm80_f16_256x64x64_acc16p64"),
+        ("dgrad", torch.float16, "fp16_promoted:32", 32, 96, 1, ADA, "sm80_f16_256x32x32_acc16p32"),
+        ("fwd", torch.float16, "fp16_promoted:offset", 32, 32, 1, A100, "sm80_f16_256x32x32_acc16poff"),
+        ("fwd", torch.float16, "fp16_promoted", 128, 256, 1, A100, "sm80_f16_256x64x64_acc16p64"),
         ("wgrad", torch.float64, "fp64", 3, 5, 1, A100, "simt_f64_wgrad"),
     ],
 )
@@ -214,8 +234,10 @@ def test_explicit_true_runs_fp16_for_fp16_inputs(build: None, level: str) -> Non
 
 
 def test_explicit_true_is_honoured_or_explained(build: None) -> None:
-    assert plan(torch.bfloat16, True, "module")[0] == "fp32"
-    assert "rescale" in plan(torch.bfloat16, True, "module")[1]
+    accumulator, reason, tile, dgrad, wgrad = plan(torch.bfloat16, True, "module")
+    assert accumulator == "fp16" and "powers of two" in reason
+    assert tile == dgrad == "sm90_f16_256x64x64_acc16" and wgrad.startswith("sm90_bf16")
+    assert tiles_module.rescaled(torch.bfloat16, accumulator, "module", False)
     assert plan(torch.float32, True, "module")[:1] == ("fp32",)
     assert "never become fp16" in plan(torch.float32, True, "module")[1]
     assert plan(torch.float64, True, "runtime")[0] == "fp64"
@@ -230,7 +252,7 @@ def test_explicit_true_without_a_tile_is_explained(monkeypatch: pytest.MonkeyPat
 def test_automatic_rule_is_a_permission(build: None) -> None:
     accumulator, reason, tile, *_ = plan(torch.float16, True, "inference_mode")
     assert (accumulator, tile) == ("fp32", "sm90_f16_256x64x64_acc32")
-    assert "no measured gain on record" in reason
+    assert "no measurement on record" in reason
     accumulator, reason, *_ = plan(torch.float16, True, "inference_mode", torch.device("cpu"))
     assert accumulator == "fp32" and "does not apply on the CPU" in reason
 
@@ -238,7 +260,7 @@ def test_automatic_rule_is_a_permission(build: None) -> None:
 def test_cpu_emulates_an_explicit_request() -> None:
     accumulator, reason, *names = plan(torch.float16, True, "module", torch.device("cpu"))
     assert accumulator == "fp16" and "emulated" in reason and names == ["cpu"] * 3
-    assert plan(torch.bfloat16, True, "module", torch.device("cpu"))[0] == "fp32"
+    assert plan(torch.bfloat16, True, "module", torch.device("cpu"))[0] == "fp16"
     assert plan(torch.float16, False, "default", torch.device("cpu"), fwd=("all",))[0] == "fp32"
 
 
@@ -267,9 +289,153 @@ def test_named_pool_that_cannot_run_says_so(build: None) -> None:
     assert plan(torch.float16, False, "default", fwd=(pinned,))[2] == pinned
 
 
-def test_tf32_without_a_tile_runs_ieee(build: None) -> None:
+def test_tf32_is_opt_in_and_ieee_never_takes_it(build: None) -> None:
+    tf32 = plan(torch.float32, False, "default", fp32_precision="tf32")
+    assert [name.endswith("_tf32") for name in tf32[2:]] == [True] * 3 and "rounded to tf32" in tf32[1]
+    small = plan(torch.float32, False, "default", c=16, fp32_precision="tf32")
+    assert small[2] == "sm80_f32_256x32x32_tf32"
+    narrow = plan(torch.float32, False, "default", c=16, groups=16, fp32_precision="tf32")
+    assert narrow[2] == "simt_f32" and "groups too narrow" in narrow[1]
+    for cap, c, mode in itertools.product(
+        (H100, A100, ADA), (8, 64, 320), (("auto",), ("all",), ("sm80_f32_256x64x32_tf32",))
+    ):
+        names = plan(torch.float32, False, "default", cap, c=c, fwd=mode, dgrad=mode)[2:]
+        assert not any(name.endswith("_tf32") for name in names)
+    reason = plan(torch.float32, False, "default")[1]
+    assert "three TF32 products, ieee accuracy" in reason
+    assert "fp32 below 64 channels" in plan(torch.float32, False, "default", c=32)[1]
+
+
+def test_tf32_without_a_tile_runs_ieee(monkeypatch: pytest.MonkeyPatch, build: None) -> None:
+    _use(monkeypatch, [row for row in full_build() if "tf32" not in row["name"]], ["8.0", "9.0a"])
     accumulator, reason, tile, *_ = plan(torch.float32, False, "default", fp32_precision="tf32")
     assert (accumulator, tile) == ("fp32", "simt_f32") and "no tf32 tile" in reason
+
+
+def test_cpu_tiles_say_chunk_and_rounding() -> None:
+    for text, chunk, name in (("32", 32, "cpu_p32"), ("128", 128, "cpu_p128"), ("offset", -1, "cpu_poff")):
+        assert select_tile("fwd", torch.float16, f"fp16_promoted:{text}", 8, 8).name == name
+        assert tiles_module.chunk_of(name) == chunk
+    assert tiles_module.chunk_of("cpu") == tiles_module.chunk_of("cpu_tf32") == 0
+    names = plan(torch.float32, False, "default", torch.device("cpu"), fp32_precision="tf32")[2:]
+    assert names == ("cpu_tf32",) * 3
+    assert plan(torch.float32, False, "default", torch.device("cpu"))[2:] == ("cpu",) * 3
+
+
+def test_accumulator_words() -> None:
+    parse, label = tiles_module.parse_accumulator, tiles_module.accumulator_label
+    assert parse("fp16_promoted") == parse("fp16_promoted:64") == ("fp16_promoted", 64)
+    for text in ("fp32", "fp16", "fp64", "fp16_promoted:32", "fp16_promoted:offset"):
+        assert label(*parse(text)) == text
+    for bad in ("fp8", "fp16_promoted:", "fp16_promoted:16", "fp16:64", "", None, 64):
+        with pytest.raises(ValueError, match="accumulator must be one of fp32, fp16, fp16_promoted:32"):
+            parse(bad)
+
+
+# ---- the gate in the way -----------------------------------------------------------------------------------
+
+OWNER = {"device": "GPU-1", "driver": "580.1", "build": "abc"}
+CUDA = torch.device("cuda", 0)
+F32_FORWARD = "sm90_f16_256x64x64_acc32"
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch, build: None, tmp_path: Path) -> Iterator[Any]:
+    """A stand-in for a device with a file of verdicts; call it to record one: records(tile, failed check)."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H100)
+    monkeypatch.setattr(gate, "identity", lambda device: OWNER)
+
+    def record(tile: str, failed: str = "") -> None:
+        checks = [{"name": "bound", "passed": True, "detail": "d"}]
+        if failed:
+            checks.append({"name": failed, "passed": False, "detail": "1.00x, 1.03x needed"})
+        gate._write("tile", tile, OWNER, {"allowed": not failed, "checks": checks})
+
+    with settings.override(cache_dir=str(tmp_path)):
+        yield record
+
+
+def automatic(**pools: Any) -> Any:
+    return plan(torch.float16, True, "inference_mode", CUDA, **pools)
+
+
+def test_automatic_rule_needs_a_verdict_of_this_device(records: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test that fails if the gate is removed: nothing on record, a refusal, a foreign device."""
+    accumulator, reason, tile, *_ = automatic()
+    assert (accumulator, tile) == ("fp32", F32_FORWARD) and "no measurement on record" in reason
+    records(F16_FORWARD, failed="gain")
+    accumulator, reason, tile, *_ = automatic()
+    assert (accumulator, tile) == ("fp32", F32_FORWARD) and "gain: 1.00x, 1.03x needed" in reason
+    records(F16_FORWARD)
+    accumulator, reason, tile, dgrad, wgrad = automatic()
+    assert (accumulator, tile, dgrad) == ("fp16", F16_FORWARD, F16_FORWARD) and "gate passed" in reason
+    assert wgrad == "sm90_f16_wgrad_64x64"
+    assert tiles_module.rescaled(torch.float16, accumulator, "inference_mode", False)
+    assert plan(torch.bfloat16, True, "inference_mode", CUDA)[0] == "fp16"
+    assert plan(torch.float16, True, "inference_mode", CUDA, c=32)[0] == "fp32"  # another tile
+    for field in OWNER:
+        monkeypatch.setattr(gate, "identity", lambda device, f=field: {**OWNER, f: "changed"})
+        _clear()
+        assert automatic()[0] == "fp32"
+    monkeypatch.setattr(gate, "identity", lambda device: None)
+    _clear()
+    assert automatic()[0] == "fp32"
+
+
+def test_a_missing_step_closes_the_gate(records: Any) -> None:
+    gate._write("tile", F16_FORWARD, OWNER, {"allowed": True, "checks": []})
+    records(F16_FORWARD, failed="bound")
+    assert automatic()[0] == "fp32"
+    with settings.override(cache_dir="/nowhere"):
+        assert automatic()[0] == "fp32"
+
+
+def test_speed_is_no_objection_to_a_request_but_an_error_is(records: Any) -> None:
+    assert plan(torch.float16, True, "module", CUDA)[0] == "fp16"
+    records(F16_FORWARD, failed="gain")
+    assert plan(torch.float16, True, "module", CUDA)[0] == "fp16"
+    for check in ("legality", "overflow", "finite", "bound", "budget"):
+        records(F16_FORWARD, failed=check)
+        accumulator, reason, tile, *_ = plan(torch.float16, True, "module", CUDA)
+        assert (accumulator, tile) == ("fp32", F32_FORWARD)
+        assert f"the gate refuses {F16_FORWARD}: {check}" in reason
+        assert plan(torch.float16, False, "default", CUDA, fwd=(F16_FORWARD,))[0] == "fp32"
+    token = gate._measuring.set(True)  # a new measurement can still run it
+    try:
+        assert plan(torch.float16, True, "module", CUDA)[0] == "fp16"
+        assert automatic()[0] == "fp32"
+    finally:
+        gate._measuring.reset(token)
+
+
+def test_small_channel_ceiling_and_all_mode_need_the_verdict_too(records: Any) -> None:
+    small = "sm90_f16_256x32x32_acc16"
+
+    def default(c: int, **pools: Any) -> Any:
+        return plan(torch.float16, False, "default", CUDA, c=c, **pools)
+
+    assert default(32, small_ch_ceil=32)[0] == default(64, fwd=("all",))[0] == "fp32"
+    records(small)
+    records(F16_FORWARD)
+    assert default(32)[0] == "fp32"  # the default ceiling is 0
+    accumulator, reason, tile, *_ = default(32, small_ch_ceil=32)
+    assert (accumulator, tile) == ("fp16", small) and "the gate allows" in reason
+    assert tiles_module.rescaled(torch.float16, accumulator, "default", False)
+    assert default(32, small_ch_ceil=31)[0] == "fp32" and default(64, small_ch_ceil=32)[0] == "fp32"
+    assert default(64, fwd=("all",))[0] == "fp16"
+    for level in ("module", "runtime", "environment"):
+        assert plan(torch.float16, False, level, CUDA, c=32, small_ch_ceil=32)[0] == "fp32"
+    records(small, failed="gain")
+    assert default(32, small_ch_ceil=32)[0] == "fp32"
+
+
+def test_verdicts_are_read_once(records: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    records(F16_FORWARD)
+    automatic()
+    monkeypatch.setattr(gate, "on_record", lambda *_: pytest.fail("the verdict was read again"))
+    assert automatic()[0] == "fp16"
+    monkeypatch.setattr(gate, "stamp", lambda: pytest.fail("a plain call looked for verdicts"))
+    assert plan(torch.float16, False, "default", CUDA)[0] == "fp32"
 
 
 # ---- the table ---------------------------------------------------------------------------------------------

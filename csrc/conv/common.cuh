@@ -63,7 +63,7 @@ __device__ __forceinline__ float2 unpack_half2(uint32_t v) {
 // Where the 16-byte piece `piece` of row `row` lies in a row of `row_bytes` bytes (kernels.h). 8 rows that follow each
 // other, or any 8 rows with different low bits, put the same piece into 8 different groups of four banks.
 __host__ __device__ constexpr int swizzle(int row, int piece, int row_bytes) {
-  return row_bytes == 128 ? piece ^ (row & 7)
+  return row_bytes == 128 || row_bytes == 256 ? piece ^ (row & 7)
        : row_bytes == 64  ? piece ^ ((row >> 1) & 3)
        : row_bytes == 32  ? piece ^ ((row >> 2) & 1)
                           : piece;

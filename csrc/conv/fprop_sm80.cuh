@@ -20,26 +20,35 @@ struct FpropSm80 {
   static constexpr DType In = In_;
   static constexpr Accum Acc = Acc_;
   static constexpr int BN = BN_, CK = CK_;
-  static constexpr int kPromoteConfig = Promote_;      // channels of an fp16 chunk, 0 = never, -1 = every offset
-  static constexpr int Promote = Promote_ < 0 ? CK : Promote_;  // an offset adds at most CK channels at a time
-  static constexpr int kStages = BN * CK >= 64 * 64 ? 3 : 4;
+  // Channels summed by the tensor core before the sum is added to the fp32 accumulator. 0 = never.
+  // fp16_promoted: 32, 64, 128, or -1: one promotion an offset if c_in <= CK, else (tighter) one a chunk of CK channels
+  //   of an offset; 128 counts a chunk as CK channels, even one that c_in does not fill.
+  // fp32: 8, which means 3xTF32 (mma_sm80.cuh). Without promotion operands are rounded to tf32 and multiplied once.
+  static constexpr int kPromoteConfig = Promote_;
+  static constexpr int Promote = Promote_ < 0 ? CK : Promote_;
+  static constexpr bool kSplit = In == DType::f32 && Promote > 0;
+  using Sum = Accumulator<In, Acc, kSplit>;
   static constexpr int kThreads = 256;
   static constexpr int kWarpsN = BN >= 64 ? 2 : 1;     // warps side by side over the channels
   static constexpr int kWarpsM = 8 / kWarpsN;
   static constexpr int kFragsM = kFrags / kWarpsM;     // m16 fragments of a warp: wm, wm + kWarpsM, ... (balances skipping)
   static constexpr uint32_t kWarpFrags = kWarpsM == 4 ? 0x1111 : 0x0101;
   static constexpr int kFragsN = BN / kWarpsN / 8;     // n8 fragments of a warp, contiguous
-  static constexpr int kSteps = CK / 16;               // MMA steps of a chunk
-  static constexpr int kRowBytes = CK * 2;
+  static constexpr int kStepK = 32 / dtype_bytes(In);  // channels of an MMA step: 32 bytes of a row
+  static constexpr int kPieceK = 16 / dtype_bytes(In);  // channels of a 16-byte piece
+  static constexpr int kSteps = CK / kStepK;           // MMA steps of a chunk
+  static constexpr int kRowBytes = CK * dtype_bytes(In);
   static constexpr int kWeightBytes = BN * kRowBytes;  // one stage: [BN][CK]
+  static constexpr int kStages = kWeightBytes >= 64 * 128 ? 3 : 4;
   static constexpr int kInput = kStages * kWeightBytes;                         // [kUniqueMax + 1][CK], last row zero
   static constexpr int kLocal = kInput + (kUniqueMax + 1) * kRowBytes;          // [kPassOffsets][kTileM] uint16
   static constexpr int kSmem = kLocal + kPassOffsets * kTileM * 2;
   // Two CTAs a multiprocessor hide each other's gathers where accumulators and fragments fit in 128 registers.
-  static constexpr int kMinBlocks = BN <= 64 && Acc != Accum::f16_promoted ? 2 : 1;
-  static_assert(CK == 32 || CK == 64, "rows of 64 or 128 bytes");
-  static_assert((Acc == Accum::f16_promoted) == (Promote > 0), "Promote goes with f16_promoted");
-  static_assert(Promote <= CK ? Promote % 16 == 0 : Promote % CK == 0, "a chunk of fp16 sums is whole MMA steps");
+  static constexpr int kMinBlocks = BN <= 32 || (BN == 64 && Promote == 0) ? 2 : 1;
+  static_assert(kRowBytes == 64 || kRowBytes == 128, "rows of 64 or 128 bytes");
+  static_assert(In == DType::f32 ? Promote == 0 || Promote == kStepK : (Acc == Accum::f16_promoted) == (Promote > 0),
+                "Promote goes with f16_promoted and with 3xTF32");
+  static_assert(Promote <= CK ? Promote % kStepK == 0 : Promote % CK == 0, "whole MMA steps between promotions");
 };
 
 template <class C>
@@ -106,8 +115,8 @@ fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, con
     constexpr int kPieces = C::kRowBytes / 16, kStride = C::kThreads / kPieces, kBatch = C::kMinBlocks == 1 ? 8 : 4;
     const int piece = threadIdx.x % kPieces, row0 = threadIdx.x / kPieces;
     if (piece >= 2 * steps) return;
-    const int channel = chunk * C::CK + piece * 8;
-    const int bytes = max(0, min(16, (args.c_in - channel) * 2));           // behind c_in: zero fill
+    const int channel = chunk * C::CK + piece * C::kPieceK;
+    const int bytes = max(0, min(16, (args.c_in - channel) * static_cast<int>(sizeof(T))));  // behind c_in: zero fill
     const T* src = bytes > 0 ? x + channel : x;
     const uint32_t dst = s_input + row0 * C::kRowBytes + swizzle(row0, piece, C::kRowBytes) * 16;
     const int* uniq = plan.uniq + static_cast<int64_t>(pass.uniq_begin4) * 4;  // [uniq_count]
@@ -131,7 +140,7 @@ fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, con
   if (threadIdx.x < C::kRowBytes / 16)  // the zero row; published by the first __syncthreads
     reinterpret_cast<uint4*>(smem + C::kInput + kMissing * C::kRowBytes)[threadIdx.x] = make_uint4(0, 0, 0, 0);
 
-  Accumulator<C::In, C::Acc> acc[C::kFragsM][C::kFragsN];
+  typename C::Sum acc[C::kFragsM][C::kFragsN];
   int since = 0;   // offsets since the last promotion (Promote > CK)
   int stage = 0;   // ring position of the next block to consume
 
@@ -144,7 +153,8 @@ fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, con
     const uint32_t mask = __reduce_or_sync(~0u, frag);
     if (!mask) continue;
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      const int steps = min(C::kSteps, (args.c_in - chunk * C::CK + 15) / 16);  // MMA steps with channels in them
+      const int left = args.c_in - chunk * C::CK;
+      const int steps = min(C::kSteps, (left + C::kStepK - 1) / C::kStepK);  // MMA steps with channels in them
       __syncthreads();  // every warp has finished with the rows (and indices) that are overwritten now
       const Pass pass = load_pass(plan, p);
       if (chunk == 0) copy_local(pass);
@@ -166,22 +176,24 @@ fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, con
         const auto active = [&](int i) { return ((taking_part >> (i * C::kWarpsM)) & 1) != 0; };
         if (taking_part & C::kWarpFrags) {
           // ldmatrix row addresses of step 0. Step s is 32 bytes on before swizzling: address ^ (s * 32).
-          uint32_t a_row[C::kFragsM];  // A: lane gives row lane % 16, channels 8 (lane / 16) ...
+          uint32_t a_row[C::kFragsM];  // A: lane gives row lane % 16, piece lane / 16
 #pragma unroll
           for (int i = 0; i < C::kFragsM; ++i) {
             const int frag_row = (wm + i * C::kWarpsM) * kFragRows + lane % 16;
             const int row = reinterpret_cast<const uint16_t*>(smem + C::kLocal)[j * kTileM + frag_row];
             a_row[i] = s_input + row * C::kRowBytes + swizzle(row, lane / 16, C::kRowBytes) * 16;
           }
-          // B: lane gives output channel 8 (lane / 16) + lane % 8, input channels 8 (lane / 8 % 2) ...
+          // B: lane gives output channel 8 (lane / 16) + lane % 8, piece lane / 8 % 2
           const int b_channel = wn * C::kFragsN * 8 + lane / 16 * 8 + lane % 8;
           const uint32_t b_row = s_weight + stage * C::kWeightBytes + b_channel * C::kRowBytes +
                                  swizzle(b_channel, lane / 8 % 2, C::kRowBytes) * 16;
 
           // Operands of the next step are loaded while this one computes: B into a second buffer, A in place, fragment
           // by fragment, as soon as its MMAs are issued.
-          uint32_t a[C::kFragsM][4];         // [m16][rows 0-7 k 0-7, rows 8-15 k 0-7, rows 0-7 k 8-15, rows 8-15 k 8-15]
-          uint32_t b[2][C::kFragsN / 2][4];  // [buffer][pair of n8][first n8: k 0-7, k 8-15, second n8: k 0-7, k 8-15]
+          // A 16-byte piece holds 8 channels of 16 bits or 4 of 32 bits; spread over a quad's registers, both are the
+          // fragment that the MMA wants.
+          uint32_t a[C::kFragsM][4];         // [m16][piece 0: rows 0-7, rows 8-15, piece 1: rows 0-7, rows 8-15]
+          uint32_t b[2][C::kFragsN / 2][4];  // [buffer][pair of n8][first n8: piece 0, piece 1, second n8: the same]
           const auto load_b = [&](int step) {
 #pragma unroll
             for (int n = 0; n < C::kFragsN / 2; ++n)
@@ -196,15 +208,17 @@ fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, con
             if (step < steps) {
               const bool more = step + 1 < C::kSteps && step + 1 < steps;
               if (more) load_b(step + 1);
+              Operand<C::In, C::kSplit> b_now[C::kFragsN / 2], a_now;
+#pragma unroll
+              for (int n = 0; n < C::kFragsN / 2; ++n) b_now[n].set(b[step & 1][n]);
 #pragma unroll
               for (int i = 0; i < C::kFragsM; ++i) {
                 if (active(i)) {
-#pragma unroll
-                  for (int n = 0; n < C::kFragsN; ++n)
-                    acc[i][n].mma(a[i], b[step & 1][n / 2][n % 2 * 2], b[step & 1][n / 2][n % 2 * 2 + 1]);
+                  a_now.set(a[i]);
+                  multiply(acc[i], a_now, b_now);
                   if (more) ldmatrix_x4(a[i], a_row[i] ^ ((step + 1) * 32));
-                  if constexpr (C::Promote > 0 && C::Promote <= C::CK) {
-                    if ((step + 1) % (C::Promote / 16) == 0 || step + 1 == steps) {
+                  if constexpr (C::Acc == Accum::f16_promoted && C::Promote <= C::CK) {
+                    if ((step + 1) % (C::Promote / C::kStepK) == 0 || step + 1 == steps) {
 #pragma unroll
                       for (int n = 0; n < C::kFragsN; ++n) acc[i][n].promote();
                     }
@@ -272,8 +286,8 @@ cudaError_t launch_fprop_sm80(const ConvArgs& args, cudaStream_t stream) {
 
 template <class C>
 KernelEntry fprop_sm80_entry(const char* name) {
-  return {{name, Op::fprop, C::In, C::Acc, kTileM, C::BN, C::CK, C::kStages, Accumulator<C::In, C::Acc>::kAtom,
-           C::kPromoteConfig, 80}, no_workspace, launch_fprop_sm80<C>};
+  return {{name, Op::fprop, C::In, C::Acc, kTileM, C::BN, C::CK, C::kStages, C::Sum::kAtom, C::kPromoteConfig,
+           80}, no_workspace, launch_fprop_sm80<C>};
 }
 
 }  // namespace voxmma

@@ -24,6 +24,7 @@ struct FpropConfig {
   static constexpr int BN = BN_, CK = CK_;
   static constexpr int kConsumers = 4;                            // warpgroups, 64 rows each
   static constexpr int kThreads = kWarpGroup * (kConsumers + 1);
+  static constexpr int kGatherWarps = 3;
   static constexpr int kRowBytes = CK * 2;
   static constexpr int kRowSlots = 2;
   static constexpr int kPassSlots = 2;
@@ -56,13 +57,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
   extern __shared__ char smem_raw[];
   char* smem = smem_raw + ((1024 - (cute::cast_smem_ptr_to_uint(smem_raw) & 1023)) & 1023);
   const uint32_t smem_u = cute::cast_smem_ptr_to_uint(smem);
-  uint64_t* bars = reinterpret_cast<uint64_t*>(smem + C::kBarAt);
-  uint64_t* weight_full = bars;
-  uint64_t* weight_empty = weight_full + C::kStages;
-  uint64_t* row_full = weight_empty + C::kStages;
-  uint64_t* row_empty = row_full + C::kRowSlots;
-  uint64_t* pass_full = row_empty + C::kRowSlots;
-  uint64_t* pass_empty = pass_full + C::kPassSlots;
+  // Barriers, 8 bytes each: full and empty ones of every ring.
+  const uint32_t weight_full = smem_u + C::kBarAt, weight_empty = weight_full + C::kStages * 8;
+  const uint32_t row_full = weight_empty + C::kStages * 8, row_empty = row_full + C::kRowSlots * 8;
+  const uint32_t pass_full = row_empty + C::kRowSlots * 8, pass_empty = pass_full + C::kPassSlots * 8;
 
   const PlanView& plan = args.plan;
   const int blocks_n = (args.c_out + BN - 1) / BN;
@@ -76,22 +74,22 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = C::kConsumers * 4;
     for (int i = 0; i < C::kStages; ++i) {
-      Barrier::init(weight_full + i, 1);
-      Barrier::init(weight_empty + i, kConsumerWarps);
+      init_barrier(weight_full + i * 8, 1);
+      init_barrier(weight_empty + i * 8, kConsumerWarps);
     }
     for (int i = 0; i < C::kRowSlots; ++i) {
-      Barrier::init(row_full + i, kGatherThreads);
-      Barrier::init(row_empty + i, kConsumerWarps);
+      init_barrier(row_full + i * 8, C::kGatherWarps * 32);
+      init_barrier(row_empty + i * 8, kConsumerWarps);
     }
     for (int i = 0; i < C::kPassSlots; ++i) {
-      Barrier::init(pass_full + i, 1);
-      Barrier::init(pass_empty + i, kConsumerWarps);
+      init_barrier(pass_full + i * 8, 1);
+      init_barrier(pass_empty + i * 8, kConsumerWarps);
     }
     cutlass::arch::fence_barrier_init();
   }
   for (int i = threadIdx.x; i < C::kRowSlots * C::kRowBytes / 4; i += C::kThreads) {  // the zero rows
     const int slot = i / (C::kRowBytes / 4), word = i % (C::kRowBytes / 4);
-    reinterpret_cast<uint32_t*>(smem + C::kRowAt + slot * C::kRowSlotBytes + kUniqueMax * C::kRowBytes)[word] = 0;
+    sts_u32(smem_u + C::kRowAt + slot * C::kRowSlotBytes + kUniqueMax * C::kRowBytes + word * 4, 0);
   }
   __syncthreads();
 
@@ -114,15 +112,14 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
           next_frag = lane < kFrags ? __ldg(plan.frag + int64_t(ahead) * kFrags + lane) : 0;
         }
         if (lane == 0) {
-          wait_empty(pass_empty + ps.index, ps.phase);
-          uint64_t* bar = pass_full + ps.index;
-          *reinterpret_cast<int4*>(smem + C::kHeadAt + ps.index * 16) = make_int4(pass.k_begin, last, 0, 0);
+          wait_empty(pass_empty + ps.index * 8, ps.phase);
+          const uint32_t bar = pass_full + ps.index * 8;
+          sts_v4(smem_u + C::kHeadAt + ps.index * 16, make_int4(pass.k_begin, last, 0, 0));
           const int local_bytes = pass.k_count * kTileM * 2;
-          Barrier::arrive_and_expect_tx(bar, local_bytes + kFrags * 4);
-          cute::SM90_BULK_COPY_G2S::copy(plan.local + (int64_t(tile) * plan.kernel_volume + pass.k_begin) * kTileM, bar,
-                                         smem + C::kLocalAt + ps.index * C::kLocalBytes, local_bytes);
-          cute::SM90_BULK_COPY_G2S::copy(plan.frag + int64_t(id) * kFrags, bar,
-                                         smem + C::kFragAt + ps.index * kFrags * 4, kFrags * 4);
+          arrive_expect(bar, local_bytes + kFrags * 4);
+          bulk_copy(smem_u + C::kLocalAt + ps.index * C::kLocalBytes,
+                    plan.local + (int64_t(tile) * plan.kernel_volume + pass.k_begin) * kTileM, local_bytes, bar);
+          bulk_copy(smem_u + C::kFragAt + ps.index * kFrags * 4, plan.frag + int64_t(id) * kFrags, kFrags * 4, bar);
           // image[g][nb][offset][chunk]: `within` counts blocks of n fastest, then groups
           const int nb = within % blocks_n, g = within / blocks_n;
           const char* image = static_cast<const char*>(args.b) +
@@ -130,11 +127,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
           for (int chunk = 0; chunk < chunks; ++chunk) {
             for (uint32_t rest = used; rest != 0; rest &= rest - 1) {
               const int k = __ffs(rest) - 1;
-              wait_empty(weight_empty + ws.index, ws.phase);
-              Barrier::arrive_and_expect_tx(weight_full + ws.index, C::kWeightBytes);
-              cute::SM90_BULK_COPY_G2S::copy(image + int64_t(k * chunks + chunk) * C::kWeightBytes,
-                                             weight_full + ws.index, smem + C::kWeightAt + ws.index * C::kWeightBytes,
-                                             C::kWeightBytes);
+              wait_empty(weight_empty + ws.index * 8, ws.phase);
+              arrive_expect(weight_full + ws.index * 8, C::kWeightBytes);
+              bulk_copy(smem_u + C::kWeightAt + ws.index * C::kWeightBytes,
+                        image + int64_t(k * chunks + chunk) * C::kWeightBytes, C::kWeightBytes, weight_full + ws.index * 8);
               ws.advance();
             }
           }
@@ -146,20 +142,20 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
     } else {  // rows
       const int gather_warp = warp - (C::kConsumers * 4 + 1);
       RingState<C::kRowSlots> rs;
-      const uint32_t row_bytes = uint32_t(args.lda * 2);
+      const uint32_t row_pieces = uint32_t(args.lda / 8);  // 16-byte pieces a row
       while (!walk.done()) {
         const Pass pass = load_pass(plan.passes + walk.pass());
         const int g = walk.item % per_tile / blocks_n;
         if (pass.uniq_count > 0) {
-          RowIds<kUniqueMax> ids;
-          ids.load(plan.uniq + int64_t(pass.uniq_begin4) * 4, pass.uniq_count, gather_warp, lane);
+          RowIds<kUniqueMax, C::kGatherWarps> ids;
+          ids.load(plan.uniq + int64_t(pass.uniq_begin4) * 4, pass.uniq_count, row_pieces, gather_warp, lane);
           const char* src = static_cast<const char*>(args.a) + g * args.a_group * 2;
 #pragma unroll 1
           for (int chunk = 0; chunk < chunks; ++chunk) {
-            wait_empty(row_empty + rs.index, rs.phase);
+            wait_empty(row_empty + rs.index * 8, rs.phase);
             ids.gather<C::kRowBytes, 0, kUniqueMax>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, src + chunk * C::kRowBytes,
-                                     row_bytes, pass.uniq_count, (args.c_in - chunk * CK + 7) / 8, gather_warp, lane);
-            cutlass::arch::cpasync_barrier_arrive_noinc(row_full + rs.index);
+                                     pass.uniq_count, (args.c_in - chunk * CK + 7) / 8, gather_warp, lane);
+            arrive_after_copies(row_full + rs.index * 8);
             rs.advance();
           }
         }
@@ -186,10 +182,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
     uint32_t streamed = 0;  // blocks before the current chunk
     uint32_t seen = 0;      // blocks released by this warp
     auto skip_to = [&](uint32_t block) {
+#pragma unroll 1
       for (; seen < block; ++seen) {
-        wait_full(weight_full + seen % C::kStages, seen / C::kStages & 1);
+        wait_full(weight_full + seen % C::kStages * 8, seen / C::kStages & 1);
         __syncwarp();
-        if (lane == 0) arrive(weight_empty + seen % C::kStages);
+        if (lane == 0) arrive(weight_empty + seen % C::kStages * 8);
       }
     };
 
@@ -202,51 +199,53 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
       out_row[1] = __ldg(plan.order + int64_t(tile) * kTileM + row16 + lane / 4 + 8);
       bool last = false;
       while (!last) {
-        wait_full(pass_full + ps.index, ps.phase);
-        last = reinterpret_cast<const int4*>(smem + C::kHeadAt)[ps.index].y != 0;
-        const uint4* frag = reinterpret_cast<const uint4*>(smem + C::kFragAt + ps.index * kFrags * 4);
+        wait_full(pass_full + ps.index * 8, ps.phase);
+        last = lds_u32(smem_u + C::kHeadAt + ps.index * 16 + 4) != 0;
+        const uint32_t frag = smem_u + C::kFragAt + ps.index * kFrags * 4;
         uint32_t used = 0;
 #pragma unroll
         for (int i = 0; i < C::kConsumers; ++i) {
-          const uint4 f = frag[i];
+          const uint4 f = lds_v4(frag + i * 16);
           used |= f.x | f.y | f.z | f.w;
         }
-        const uint4 f = frag[group_id];
+        const uint4 f = lds_v4(frag + group_id * 16);
         const uint32_t mine = f.x | f.y | f.z | f.w;  // offsets this warpgroup's 64 rows use
-        const uint16_t* local = reinterpret_cast<const uint16_t*>(smem + C::kLocalAt + ps.index * C::kLocalBytes) +
-                                row16 + lane_row;     // [k_count][256]
+        const uint32_t local = smem_u + C::kLocalAt + ps.index * C::kLocalBytes + (row16 + lane_row) * 2;  // [k_count][256]
         if (used != 0) {
           for (int chunk = 0; chunk < chunks; ++chunk) {
-            const uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
-            wait_full(row_full + rs.index, rs.phase);
+            uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
+            asm volatile("" : "+r"(rows));  // computed here, not again for every offset
+            wait_full(row_full + rs.index * 8, rs.phase);
             constexpr int kSteps = CK / 16, kHalf = kSteps / 2;
             uint32_t a[kSteps][4];  // A of one offset: 16 rows a warp x CK
             auto row_of = [&](int k) {
-              const int idx = local[k * kTileM];  // kMissing: the zero row
+              const int idx = lds_u16(local + k * (kTileM * 2));  // kMissing: the zero row
               return (rows + idx * C::kRowBytes) | swizzle<C::kRowBytes>(lane_half, idx) * 16;
             };
             uint32_t todo = mine;
+            int next = __ffs(todo) - 1;
             if (todo != 0) {
-              uint32_t at = row_of(__ffs(todo) - 1);
+              const uint32_t at = row_of(next);
 #pragma unroll
               for (int s = 0; s < kSteps; ++s) ldmatrix_x4(a[s], at ^ (32 * s));  // piece 2 s + lane_half
             }
             while (todo != 0) {
-              const int k = __ffs(todo) - 1;
+              const uint32_t below = (1u << next) - 1;
+              const uint32_t block = streamed + __popc(used & below);
               todo &= todo - 1;
-              const uint32_t block = streamed + __popc(used & ((1u << k) - 1));
+              next = max(__ffs(todo) - 1, 0);
+              const uint32_t at = row_of(next);
               const int stage = block % C::kStages;
-              const uint64_t desc = desc0 + uint32_t(stage * (C::kWeightBytes >> 4));
-              const uint32_t at = row_of(max(__ffs(todo) - 1, 0));  // of the next offset
+              const uint64_t desc = advance(desc0, stage * (C::kWeightBytes >> 4));
               skip_to(block);  // other warpgroups' offsets
-              wait_full(weight_full + stage, block / C::kStages & 1);
+              wait_full(weight_full + stage * 8, block / C::kStages & 1);
               acc.fence();
               cute::warpgroup_arrive();
 #pragma unroll
-              for (int s = 0; s < kHalf; ++s) wgmma<AtomT>(acc, a[s], desc + 2 * s);
+              for (int s = 0; s < kHalf; ++s) wgmma<AtomT>(acc, a[s], advance(desc, 2 * s));
               cute::warpgroup_commit_batch();
 #pragma unroll
-              for (int s = kHalf; s < kSteps; ++s) wgmma<AtomT>(acc, a[s], desc + 2 * s);
+              for (int s = kHalf; s < kSteps; ++s) wgmma<AtomT>(acc, a[s], advance(desc, 2 * s));
               cute::warpgroup_commit_batch();
               // The halves of A are refilled with the next offset's rows as their products finish.
               cute::warpgroup_wait<1>();
@@ -254,7 +253,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
               for (int s = 0; s < kHalf; ++s) ldmatrix_x4(a[s], at ^ (32 * s));
               cute::warpgroup_wait<0>();
               acc.fence();
-              if (lane == 0) arrive(weight_empty + stage);
+              if (lane == 0) arrive(weight_empty + stage * 8);
               ++seen;
 #pragma unroll
               for (int s = kHalf; s < kSteps; ++s) ldmatrix_x4(a[s], at ^ (32 * s));
@@ -262,18 +261,19 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
             streamed += __popc(used);
             skip_to(streamed);
             __syncwarp();
-            if (lane == 0) arrive(row_empty + rs.index);
+            if (lane == 0) arrive(row_empty + rs.index * 8);
             rs.advance();
           }
         }
         __syncwarp();
-        if (lane == 0) arrive(pass_empty + ps.index);
+        if (lane == 0) arrive(pass_empty + ps.index * 8);
         ps.advance();
       }
 
       // ---- epilogue: bias in fp32, one rounding, rows scattered to the caller's order ----
       const int g = within / blocks_n, col0 = within % blocks_n * BN;
-      const int quad = lane % 4;
+      int quad = lane % 4;
+      asm volatile("" : "+r"(quad));  // keeps ptxas from computing the addresses ahead of the mainloop, in registers it needs
       const int left = args.c_out - col0;  // columns of this block that exist
       const float* bias = args.bias ? args.bias + g * args.c_out + col0 : nullptr;
       const bool wide = args.c_out % 8 == 0 && args.ldo % 8 == 0;  // 16-byte stores are aligned and whole

@@ -12,9 +12,12 @@ const std::vector<KernelEntry>& wgrad_sm90_f16_entries();
 const std::vector<KernelEntry>& wgrad_sm90_bf16_entries();
 #endif
 const std::vector<KernelEntry>& fprop_f16_entries();
+const std::vector<KernelEntry>& fprop_f16_promoted_entries();
 const std::vector<KernelEntry>& fprop_bf16_entries();
 const std::vector<KernelEntry>& wgrad_f16_entries();
 const std::vector<KernelEntry>& wgrad_bf16_entries();
+const std::vector<KernelEntry>& fprop_f32_entries();
+const std::vector<KernelEntry>& wgrad_f32_entries();
 const std::vector<KernelEntry>& simt_f32_entries();
 const std::vector<KernelEntry>& simt_f64_entries();
 
@@ -26,8 +29,9 @@ const std::vector<KernelEntry>& kernel_table() {
              &fprop_sm90_f16_entries(), &fprop_sm90_bf16_entries(), &wgrad_sm90_f16_entries(),
              &wgrad_sm90_bf16_entries(),
 #endif
-             &fprop_f16_entries(), &fprop_bf16_entries(), &wgrad_f16_entries(), &wgrad_bf16_entries(),
-             &simt_f32_entries(), &simt_f64_entries()}) {
+             &fprop_f16_entries(), &fprop_f16_promoted_entries(), &fprop_bf16_entries(), &wgrad_f16_entries(),
+             &wgrad_bf16_entries(), &fprop_f32_entries(), &wgrad_f32_entries(), &simt_f32_entries(),
+             &simt_f64_entries()}) {
       all.insert(all.end(), entries->begin(), entries->end());
     }
     return all;

@@ -6,7 +6,6 @@
 #include <cuda_fp16.h>
 
 #include <cute/tensor.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cutlass/arch/barrier.h>
@@ -23,11 +22,9 @@
 namespace voxmma::sm90 {
 
 using cute::GmmaDescriptor;
-using Barrier = cutlass::arch::ClusterTransactionBarrier;
 namespace GMMA = cute::SM90::GMMA;
 
 inline constexpr int kWarpGroup = 128;  // threads
-inline constexpr int kGatherThreads = 96;  // three of the producer warpgroup's four warps copy rows
 
 // Position in a ring of `Stages` shared-memory buffers; `phase` is the parity the barrier of `index` will complete.
 template <int Stages>
@@ -42,10 +39,56 @@ struct RingState {
   }
 };
 
-__device__ inline void wait_full(uint64_t* bar, uint32_t phase) { Barrier::wait(bar, phase); }
+// mbarriers, bulk copies and loads by 32-bit shared address: a generic pointer costs its conversion at every use.
+__device__ inline void init_barrier(uint32_t bar, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(bar), "r"(arrivals) : "memory");
+}
+inline constexpr uint32_t kSuspend = 10'000'000;  // ns a waiting warp may sleep: without it the wait is a spin
+__device__ inline void wait_full(uint32_t bar, uint32_t phase) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done) : "r"(bar), "r"(phase), "r"(kSuspend) : "memory");
+  } while (done == 0);
+}
 // A producer waits for the phase before the one it will fill: the first round falls through.
-__device__ inline void wait_empty(uint64_t* bar, uint32_t phase) { Barrier::wait(bar, phase ^ 1); }
-__device__ inline void arrive(uint64_t* bar) { cutlass::arch::ClusterBarrier::arrive(bar); }
+__device__ inline void wait_empty(uint32_t bar, uint32_t phase) { wait_full(bar, phase ^ 1); }
+__device__ inline void arrive(uint32_t bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(bar) : "memory");
+}
+__device__ inline void arrive_expect(uint32_t bar, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(bar), "r"(bytes) : "memory");
+}
+// Arrives once this thread's earlier cp.async have landed.
+__device__ inline void arrive_after_copies(uint32_t bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(bar) : "memory");
+}
+__device__ inline void bulk_copy(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(smem),
+               "l"(gmem), "r"(bytes), "r"(bar) : "memory");
+}
+__device__ inline int lds_u16(uint32_t addr) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(addr) : "memory");
+  return v;
+}
+__device__ inline uint32_t lds_u32(uint32_t addr) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(addr) : "memory");
+  return v;
+}
+__device__ inline uint4 lds_v4(uint32_t addr) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr) : "memory");
+  return v;
+}
+__device__ inline void sts_v4(uint32_t addr, int4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ inline void sts_u32(uint32_t addr, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(addr), "r"(v) : "memory");
+}
 
 // 16-byte piece of row `row` where column piece `piece` of a row of RowBytes lives (kernels.h).
 template <int RowBytes>
@@ -90,6 +133,11 @@ VOXMMA_ATOM(cutlass::bfloat16_t, float, 64, MMA_64x64x16_F32BF16BF16_RS)
 VOXMMA_ATOM(cutlass::bfloat16_t, float, 96, MMA_64x96x16_F32BF16BF16_RS)
 VOXMMA_ATOM(cutlass::bfloat16_t, float, 128, MMA_64x128x16_F32BF16BF16_RS)
 #undef VOXMMA_ATOM
+
+// Descriptor of a block `bytes16` 16-byte units behind `d`: addresses stay below 2^18, so the low word never carries.
+__device__ inline uint64_t advance(uint64_t d, uint32_t bytes16) {
+  return (d & 0xffffffff00000000ull) | (uint32_t(d) + bytes16);
+}
 
 // Accumulator registers of a 64 x N block, 4 N / 8 values a thread: value 4 j + i of thread t of warp w is row
 // 16 w + t % 32 / 4 + 8 (i / 2), column 8 j + 2 (t % 4) + i % 2. fp16 accumulators hold two values a register.
@@ -193,48 +241,53 @@ __device__ inline Pass load_pass(const Pass* p) {
   return Pass{v.x, v.y, v.z, v.w};
 }
 
-// Row ids of one gather, spread over the lanes of the three gather warps: lane l of warp w holds the ids of rows
-// 32 (3 i + w) + l in id[i]. All loads are issued at once, so that a gather waits for memory once and not once a row.
-template <int MaxRows>
+// Row positions of one gather, spread over the lanes of `Warps` gather warps: lane l of warp w holds those of rows
+// 32 (Warps i + w) + l in at[i]. All ids are loaded at once, so that a gather waits for memory once and not once a row.
+template <int MaxRows, int Warps>
 struct RowIds {
-  static constexpr int kRegs = (MaxRows + kGatherThreads - 1) / kGatherThreads;
-  int id[kRegs];
+  static constexpr int kRegs = (MaxRows + 32 * Warps - 1) / (32 * Warps);
+  static constexpr uint32_t kNone = 0xffffffffu;
+  uint32_t at[kRegs];  // row id * row_pieces: reaches 64 GiB of features; kNone: a row of zeros
 
-  __device__ void load(const int* ids, int count, int warp, int lane) {
+  // row_pieces: 16-byte pieces from one row to the next.
+  __device__ void load(const int* ids, int count, uint32_t row_pieces, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < kRegs; ++i) {
-      const int r = 32 * (3 * i + warp) + lane;
-      id[i] = r < count ? __ldg(ids + r) : -1;
+      const int r = 32 * (Warps * i + warp) + lane;
+      const int id = r < count ? __ldg(ids + r) : -1;
+      at[i] = id >= 0 ? uint32_t(id) * row_pieces : kNone;
     }
   }
 
-  // Copies RowBytes of rows First .. First + Rows - 1 into a swizzled shared buffer, 16 bytes a lane. Rows with id -1
-  // (and the rows that fill up the last 32 of `count`) and pieces from `valid` on are written as zeros.
-  //   src  first byte of the first piece of row 0        row_bytes  distance of rows in bytes
+  // Copies RowBytes of rows First .. First + Rows - 1 into a swizzled shared buffer, 16 bytes a lane. Rows without id
+  // (and those that fill up the last 32 of `count`) and pieces from `valid` on are written as zeros.
+  //   src  first byte of the first piece of row 0
   template <int RowBytes, int First, int Rows>
-  __device__ void gather(uint32_t smem, const char* src, uint32_t row_bytes, int count, int valid, int warp,
-                         int lane) const {
+  __device__ void gather(uint32_t smem, const char* src, int count, int valid, int warp, int lane) const {
     constexpr int kPieces = RowBytes / 16, kRowsAtOnce = 32 / kPieces;
-    static_assert(kPieces % 2 == 0 && 2 * kRowsAtOnce % 8 == 0);  // the swizzle repeats after two steps
+    static_assert(kPieces % 4 == 0 && 2 * kRowsAtOnce % 8 == 0);  // the swizzle repeats after two steps
     static_assert(First % 32 == 0 && Rows % 32 == 0);
     const int piece = lane % kPieces, sub = lane / kPieces;
     const bool piece_valid = piece < valid;
-    src += piece_valid ? piece * 16 : 0;
+    src += piece * 16;
+    asm volatile("" : "+l"(src));  // one 64-bit register pair, to which a row adds with one multiply-add
     const uint32_t even = smem + sub * RowBytes + swizzle<RowBytes>(piece, sub) * 16;
     const uint32_t odd = smem + (sub + kRowsAtOnce) * RowBytes + swizzle<RowBytes>(piece, sub + kRowsAtOnce) * 16;
 #pragma unroll
-    for (int i = First / 96; i < kRegs; ++i) {
-      const int base = 32 * (3 * i + warp);
+    for (int i = First / (32 * Warps); i < kRegs; ++i) {
+      const int base = 32 * (Warps * i + warp);
       if (base < First) continue;
       if (base >= min(count, First + Rows)) break;
 #pragma unroll 1
       for (int j = 0; j < kPieces; j += 4) {
+        uint32_t row[4];
+#pragma unroll
+        for (int h = 0; h < 4; ++h) row[h] = __shfl_sync(0xffffffffu, at[i], (j + h) * kRowsAtOnce + sub);
 #pragma unroll
         for (int h = 0; h < 4; ++h) {
-          const int row = __shfl_sync(0xffffffffu, id[i], (j + h) * kRowsAtOnce + sub);
-          const bool ok = piece_valid && row >= 0;
+          const bool ok = piece_valid && row[h] != kNone;
           cp_async_16((h % 2 ? odd : even) + (base - First + (j + h - h % 2) * kRowsAtOnce) * RowBytes,
-                      src + uint64_t(ok ? uint32_t(row) : 0u) * row_bytes, ok);
+                      src + uint64_t(row[h]) * 16, ok);  // an address that is not ok is not read
         }
       }
     }

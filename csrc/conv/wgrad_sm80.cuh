@@ -1,10 +1,10 @@
 // Weight gradient with mma.sync (sm_80 and newer): dW[k] = sum over pairs (i, j) of offset k of x[i]^T dy[j], in fp32.
 //
-// A CTA owns up to 8 offsets, one 64-channel block of dy and one CI-channel block of x, and walks over a range of tiles.
+// A CTA owns up to 8 offsets, one CO-channel block of dy and one CI-channel block of x, and walks over a range of tiles.
 //   4 producer warps keep kStages tiles in flight: the pass's unique rows of x, the tile's rows of dy, the local indices
-//   8 consumer warps, one offset each: list the pairs of (tile, offset) without gaps, then multiply 16 pairs at a time;
-//     both operands come from the resident rows by ldmatrix.trans with one address per pair. Warps left over help with
-//     the offset next to the kernel's centre, which has the most pairs.
+//   8 consumer warps, one offset each: list the pairs of (tile, offset) without gaps, then multiply 16 pairs at a time
+//     (fp32: 8); both operands come from the resident rows, by ldmatrix.trans with one address per pair (fp32: by
+//     16-byte loads). Warps left over help with the offset next to the kernel's centre, which has the most pairs.
 // Partial sums of the ranges are added up in a fixed order by reduce_splits.
 #pragma once
 
@@ -13,17 +13,21 @@
 
 namespace voxmma {
 
-template <DType In_, int CI_, int Stages_, int Arch_>
+template <DType In_, int CI_, int Stages_, int Arch_, int CO_ = 64, int Promote_ = 0>
 struct WgradSm80 {
   static constexpr DType In = In_;
-  static constexpr int CI = CI_, CO = 64;              // channels of x (MMA rows) and of dy (MMA columns)
+  static constexpr int CI = CI_, CO = CO_;             // channels of x (MMA rows) and of dy (MMA columns)
+  static constexpr int Promote = Promote_;             // fp32: 8 = 3xTF32, 0 = operands rounded to tf32 (fprop_sm80.cuh)
+  static constexpr bool kSplit = Promote > 0;
+  using Sum = Accumulator<In, Accum::f32, kSplit>;
   static constexpr int kStages = Stages_;
   static constexpr int kArch = Arch_;                  // 90: needs more shared memory and registers than an A100 gives
   static constexpr int kWarps = 8;                     // consumers
   static constexpr int kProducers = 4;                 // half of them copy x, half dy
   static constexpr int kThreads = (kWarps + kProducers) * 32;
   static constexpr int kFragsM = CI / 16, kFragsN = CO / 8;
-  static constexpr int kRowX = CI * 2, kRowY = CO * 2;
+  static constexpr int kStepK = 32 / dtype_bytes(In);  // pairs of an MMA step
+  static constexpr int kRowX = CI * dtype_bytes(In), kRowY = CO * dtype_bytes(In);
   // One stage. The last row of dy and of x is zero: pairs that fill up a list point there.
   static constexpr int kY = 0;                                   // [kTileM + 1][CO]
   static constexpr int kX = kY + (kTileM + 1) * kRowY;           // [kUniqueMax + 1][CI]
@@ -37,7 +41,9 @@ struct WgradSm80 {
   static constexpr int kFull = kIndex + (kUniqueMax + kTileM) * 4;  // mbarriers [kStages]
   static constexpr int kEmpty = kFull + kStages * 8;
   static constexpr int kSmem = kEmpty + kStages * 8;
-  static_assert(kRowX == 128 || kRowX == 64, "rows of 64 or 128 bytes");
+  static_assert(dtype_bytes(In) == 4 ? CI % 32 == 0 && CO % 32 == 0 && kRowY <= 256 : kRowX == 128 || kRowX == 64,
+                "rows that swizzle() knows, and whole loads");
+  static_assert(Promote == 0 || (In == DType::f32 && Promote == kStepK), "3xTF32");
   static_assert((kWarps - 1) * CI * CO * 4 <= kStages * kStageBytes, "helpers hand their sums over through the stages");
 };
 
@@ -106,8 +112,8 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
     const auto copy_rows = [&](auto row_bytes, uint32_t dst, const T* src, int64_t ld, int channel0, int channels,
                                int begin, int end) {
       constexpr int kRow = decltype(row_bytes)::value, kPieces = kRow / 16, kStride = 32 / kPieces;
-      const int piece = lane % kPieces, channel = channel0 + piece * 8;
-      const int bytes = max(0, min(16, (channels - channel) * 2));
+      const int piece = lane % kPieces, channel = channel0 + piece * (16 / static_cast<int>(sizeof(T)));
+      const int bytes = max(0, min(16, (channels - channel) * static_cast<int>(sizeof(T))));
       const T* from = bytes > 0 ? src + channel : src;
 #pragma unroll 4
       for (int row = begin + lane / kPieces; row < end; row += kStride) {
@@ -179,17 +185,23 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
   const int helped = max(o0, min(volume / 2, o1 - 1));       // the offset that the spare warps share
   const int part = warp < count ? 0 : warp - count + 1;
   const int k = part == 0 ? o0 + warp : helped;
-  const int parts = k == helped ? 1 + spare : 1;             // this warp takes fragments part, part + parts, ...
+  const int parts = k == helped ? 1 + spare : 1;             // this warp takes steps part, part + parts, ...
   uint32_t* list = reinterpret_cast<uint32_t*>(smem + C::kList) + warp * C::kListLength;
 
-  Accumulator<C::In, Accum::f32> acc[C::kFragsM][C::kFragsN];  // [CI / 16][CO / 8] of m16n8: x channels by dy channels
+  // fp32 operands are read in 16-byte pieces: lane l reads piece `mine` (then 8 pieces on, if the row has them) of the
+  // pairs l % 4 and l % 4 + 4; on four rows that follow each other this is free of bank conflicts. So the four channels
+  // of that piece are MMA rows l / 4 and l / 4 + 8 of fragments 0 and 1, and MMA column l / 4 of fragments 0 to 3.
+  const auto piece_of = [](int index) { return index / 2 + index % 2 * 4; };
+  const int mine = piece_of(lane / 4);
+
+  typename C::Sum acc[C::kFragsM][C::kFragsN];  // [CI / 16][CO / 8] of m16n8: x channels by dy channels
   int stage = 0, parity = 0;
   while (true) {
     mbarrier_wait(full(stage), parity);
     const int4 info = *reinterpret_cast<const int4*>(smem + stage * C::kStageBytes + C::kInfo);
     if (info.x == 0) break;
     if (k >= info.y && k < info.y + info.z) {
-      // The pairs of this tile and offset, without gaps, filled up with zero rows to a multiple of 16.
+      // The pairs of this tile and offset, without gaps, filled up with zero rows to whole steps.
       const uint16_t* local =
           reinterpret_cast<const uint16_t*>(smem + stage * C::kStageBytes + C::kLocal) + (k - o0) * kTileM;
       int pairs = 0;
@@ -202,57 +214,93 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
       }
       if (lane < kFragRows) list[pairs + lane] = kMissing | kTileM << 16;
       __syncwarp();
-      const int frags = (pairs + kFragRows - 1) / kFragRows;
+      const int steps = (pairs + C::kStepK - 1) / C::kStepK;
 
-      // A = x^T [CI][16 pairs]: lane gives pair 8 (lane / 16) + lane % 8, channels 8 (lane / 8 % 2) ...
-      // B = dy [16 pairs][CO]:  lane gives pair lane % 16, channels 8 (lane / 16) ...
-      // The next 16 channels are 32 bytes on before swizzling: address ^ 32.
+      // 16 bit: A = x^T [CI][16 pairs]: lane gives pair 8 (lane / 16) + lane % 8, channels 8 (lane / 8 % 2) ...
+      //         B = dy [16 pairs][CO]:  lane gives pair lane % 16, channels 8 (lane / 16) ...
+      //         The next 16 channels are 32 bytes on before swizzling: address ^ 32.
+      // fp32:   lane reads pieces of pairs lane % 4 and lane % 4 + 4, for A and for B.
+      constexpr bool kWide = sizeof(T) == 4;
+      const int pair[2] = {kWide ? lane % 4 : lane / 16 * 8 + lane % 8, kWide ? lane % 4 + 4 : lane % 16};
+      const unsigned char* rows = smem + stage * C::kStageBytes;
       const uint32_t s_x = base + stage * C::kStageBytes + C::kX;
       const uint32_t s_y = base + stage * C::kStageBytes + C::kY;
       uint32_t a[C::kFragsM][4], b[2][C::kFragsN / 2][4];
-      uint32_t entry_x = 0, entry_y = 0;  // list entries of the fragment after the one being loaded
-      uint32_t row_x = 0, row_y = 0;      // its shared memory addresses
-      const auto read_list = [&](int frag) {
-        const int at = min(frag, kFrags) * kFragRows;  // behind the end: read, never used
-        entry_x = list[at + lane / 16 * 8 + lane % 8];
-        entry_y = list[at + lane % 16];
+      uint32_t entry[2] = {0, 0};                 // list entries of the step after the one being loaded
+      uint32_t row_x[2] = {0, 0}, row_y[2] = {0, 0};  // its shared memory addresses (16 bit: [0] only)
+      const auto read_list = [&](int step) {
+        const int at = min(step * C::kStepK, kTileM);  // behind the end: read, never used
+        entry[0] = list[at + pair[0]];
+        entry[1] = list[at + pair[1]];
       };
       const auto locate = [&] {
-        const int x = static_cast<int>(entry_x & 0xffff), y = static_cast<int>(entry_y >> 16);
-        row_x = s_x + x * C::kRowX + swizzle(x, lane / 8 % 2, C::kRowX) * 16;
-        row_y = s_y + y * C::kRowY + swizzle(y, lane / 16, C::kRowY) * 16;
+        if constexpr (kWide) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int x = static_cast<int>(entry[h] & 0xffff), y = static_cast<int>(entry[h] >> 16);
+            row_x[h] = C::kX + x * C::kRowX + swizzle(x, mine, C::kRowX) * 16;
+            row_y[h] = C::kY + y * C::kRowY + swizzle(y, mine, C::kRowY) * 16;
+          }
+        } else {
+          const int x = static_cast<int>(entry[0] & 0xffff), y = static_cast<int>(entry[1] >> 16);
+          row_x[0] = s_x + x * C::kRowX + swizzle(x, lane / 8 % 2, C::kRowX) * 16;
+          row_y[0] = s_y + y * C::kRowY + swizzle(y, lane / 16, C::kRowY) * 16;
+        }
+      };
+      const auto piece = [&](uint32_t at) { return *reinterpret_cast<const uint4*>(rows + at); };
+      // Loads fragment m of A; fp32 loads come in pairs, when the second fragment's turn has come.
+      const auto load_x = [&](int m) {
+        if constexpr (!kWide) {
+          ldmatrix_x4_trans(a[m], row_x[0] ^ (m * 32));
+        } else if (m % 2 == 1) {
+          const uint4 p = piece(row_x[0] + m / 2 * 128), q = piece(row_x[1] + m / 2 * 128);
+          a[m - 1][0] = p.x, a[m - 1][1] = p.y, a[m - 1][2] = q.x, a[m - 1][3] = q.y;
+          a[m][0] = p.z, a[m][1] = p.w, a[m][2] = q.z, a[m][3] = q.w;
+        }
       };
       const auto load_y = [&](auto buffer) {
+        if constexpr (!kWide) {
 #pragma unroll
-        for (int n = 0; n < C::kFragsN / 2; ++n) ldmatrix_x4_trans(b[buffer][n], row_y ^ (n * 32));
+          for (int n = 0; n < C::kFragsN / 2; ++n) ldmatrix_x4_trans(b[buffer][n], row_y[0] ^ (n * 32));
+        } else {
+#pragma unroll
+          for (int n = 0; n < C::kFragsN / 2; n += 2) {
+            const uint4 p = piece(row_y[0] + n / 2 * 128), q = piece(row_y[1] + n / 2 * 128);
+            uint32_t(&first)[4] = b[buffer][n], (&second)[4] = b[buffer][n + 1];
+            first[0] = p.x, first[1] = q.x, first[2] = p.y, first[3] = q.y;
+            second[0] = p.z, second[1] = q.z, second[2] = p.w, second[3] = q.w;
+          }
+        }
       };
-      int frag = part;
-      // Multiplies fragment `frag` and loads the one after it meanwhile; returns false behind the last one.
-      const auto step = [&](auto buffer) {
-        const bool more = frag + parts < frags;
+      int at_step = part;
+      // Multiplies step `at_step` and loads the one after it meanwhile; returns false behind the last one.
+      const auto multiply_step = [&](auto buffer) {
+        const bool more = at_step + parts < steps;
         if (more) {
           locate();
-          read_list(frag + 2 * parts);
+          read_list(at_step + 2 * parts);
           load_y(std::integral_constant<int, 1 - buffer>());
         }
+        Operand<C::In, C::kSplit> b_now[C::kFragsN / 2], a_now;
+#pragma unroll
+        for (int n = 0; n < C::kFragsN / 2; ++n) b_now[n].set(b[buffer][n]);
 #pragma unroll
         for (int m = 0; m < C::kFragsM; ++m) {
-#pragma unroll
-          for (int n = 0; n < C::kFragsN; ++n)
-            acc[m][n].mma(a[m], b[buffer][n / 2][n % 2 * 2], b[buffer][n / 2][n % 2 * 2 + 1]);
-          if (more) ldmatrix_x4_trans(a[m], row_x ^ (m * 32));
+          a_now.set(a[m]);
+          multiply(acc[m], a_now, b_now);
+          if (more) load_x(m);
         }
-        frag += parts;
+        at_step += parts;
         return more;
       };
-      if (frag < frags) {
-        read_list(frag);
+      if (at_step < steps) {
+        read_list(at_step);
         locate();
-        read_list(frag + parts);
+        read_list(at_step + parts);
         load_y(std::integral_constant<int, 0>());
 #pragma unroll
-        for (int m = 0; m < C::kFragsM; ++m) ldmatrix_x4_trans(a[m], row_x ^ (m * 32));
-        while (step(std::integral_constant<int, 0>()) && step(std::integral_constant<int, 1>())) {}
+        for (int m = 0; m < C::kFragsM; ++m) load_x(m);
+        while (multiply_step(std::integral_constant<int, 0>()) && multiply_step(std::integral_constant<int, 1>())) {}
       }
     }
     __syncwarp();  // every lane has read its operands (and its list): the stage may be overwritten
@@ -285,9 +333,29 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
   for (int m = 0; m < C::kFragsM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int ci = ci0 + m * 16 + half * 8 + lane / 4;
-      store_row<float, C::kFragsN>(ci < args.c_in ? out + static_cast<int64_t>(ci) * args.c_out : nullptr,
-                                   args.c_out - co0, args.c_out % 2 == 0, [&](int n) { return acc[m][n].row(half); });
+      const int ci = ci0 + (sizeof(T) == 4 ? m / 2 * 32 + mine * 4 + m % 2 * 2 + half : m * 16 + half * 8 + lane / 4);
+      float* row = ci < args.c_in ? out + static_cast<int64_t>(ci) * args.c_out : nullptr;
+      const int cols = args.c_out - co0;
+      if constexpr (sizeof(T) == 2) {
+        store_row<float, C::kFragsN>(row, cols, args.c_out % 2 == 0, [&](int n) { return acc[m][n].row(half); });
+      } else if (row != nullptr) {
+#pragma unroll
+        for (int n = 0; n < C::kFragsN; n += 4) {  // MMA columns 2 (lane & 3) + j of four fragments: one piece
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int col = n * 8 + piece_of(2 * (lane & 3) + j) * 4, r = 2 * half + j;
+            const float4 v = {acc[m][n].v[r], acc[m][n + 1].v[r], acc[m][n + 2].v[r], acc[m][n + 3].v[r]};
+            if (args.c_out % 4 == 0 && col + 4 <= cols) {
+              *reinterpret_cast<float4*>(row + col) = v;
+            } else {
+              if (col < cols) row[col] = v.x;
+              if (col + 1 < cols) row[col + 1] = v.y;
+              if (col + 2 < cols) row[col + 2] = v.z;
+              if (col + 3 < cols) row[col + 3] = v.w;
+            }
+          }
+        }
+      }
     }
   }
 }
@@ -321,8 +389,8 @@ struct WgradSm80Launch {
 template <class C>
 KernelEntry wgrad_sm80_entry(const char* name) {
   using Launch = WgradSm80Launch<C>;
-  return {{name, Op::wgrad, C::In, Accum::f32, C::CI, C::CO, kFragRows, C::kStages,
-           Accumulator<C::In, Accum::f32>::kAtom, 0, C::kArch}, Launch::workspace, Launch::launch};
+  return {{name, Op::wgrad, C::In, Accum::f32, C::CI, C::CO, C::kStepK, C::kStages,
+           C::Sum::kAtom, C::Promote, C::kArch}, Launch::workspace, Launch::launch};
 }
 
 }  // namespace voxmma

@@ -1,5 +1,5 @@
 // wgrad on Hopper: dW[k] (C_in x C_out) = sum over tile rows of X[neighbour k]^T dY[row], wgmma with the reduction
-// running over the rows of a tile, 16 a step. A = X^T comes gathered and transposed into registers (ldmatrix.trans,
+// running over the rows of a tile, 32 a step. A = X^T comes gathered and transposed into registers (ldmatrix.trans,
 // one address a row); B = dY lies in shared memory in tile order, the MN-major wgmma image. A step in which no row
 // has a neighbour under the offset is skipped. The accumulator is fp32, always.
 //
@@ -31,12 +31,13 @@ struct WgradConfig {
   using T = T_;
   static constexpr int BN = BN_, CK = CK_;
   static constexpr int kConsumers = 2;
-  static constexpr int kThreads = kWarpGroup * (kConsumers + 1);
+  static constexpr int kProducers = 1;                     // warpgroups: one warp for indices, the others copy rows
+  static constexpr int kThreads = kWarpGroup * (kConsumers + kProducers);
+  static constexpr int kGatherWarps = kProducers * 4 - 1;
   static constexpr int kStack = 64 / CK;                   // offsets stacked in one accumulator
   static constexpr int J = BN == 128 ? 3 : 6;              // accumulators of a warpgroup: 192 registers at most
   static constexpr int kSlots = kConsumers * J * kStack;   // offsets of a CTA
   static constexpr int kHalfRows = kTileM / 2;
-  static constexpr int kSteps = kHalfRows / 16;
   static constexpr int kRowBytes = CK * 2;
   static constexpr int kRowSlots = 2, kDySlots = 2;
   static constexpr int kRowSlotBytes = (kUniqueMax + 1) * kRowBytes;
@@ -49,7 +50,9 @@ struct WgradConfig {
   static constexpr int kDyAt = 0;
   static constexpr int kRowAt = kDyAt + kDySlots * kDySlotBytes;
   static constexpr int kLocalAt = kRowAt + kRowSlots * kRowSlotBytes;
-  static constexpr int kFragAt = kLocalAt + kRowSlots * kLocalBytes;
+  static constexpr int kNoLocalAt = kLocalAt + kRowSlots * kLocalBytes;  // [kTileM] kMissing
+  static constexpr int kOffsetAt = kNoLocalAt + kTileM * 2;              // [kSlots] offset of a slot
+  static constexpr int kFragAt = kOffsetAt + (kSlots * 4 + 15) / 16 * 16;
   static constexpr int kHeadAt = kFragAt + kRowSlots * kFrags * 4;
   static constexpr int kBarAt = kHeadAt + kRowSlots * 16;
   static constexpr int kSmemBytes = kBarAt + 2 * (kRowSlots + kDySlots) * 8 + 1024;
@@ -99,10 +102,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ char smem_raw[];
   char* smem = smem_raw + ((1024 - (cute::cast_smem_ptr_to_uint(smem_raw) & 1023)) & 1023);
   const uint32_t smem_u = cute::cast_smem_ptr_to_uint(smem);
-  uint64_t* row_full = reinterpret_cast<uint64_t*>(smem + C::kBarAt);
-  uint64_t* row_empty = row_full + C::kRowSlots;
-  uint64_t* dy_full = row_empty + C::kRowSlots;
-  uint64_t* dy_empty = dy_full + C::kDySlots;
+  const uint32_t row_full = smem_u + C::kBarAt, row_empty = row_full + C::kRowSlots * 8;  // barriers, 8 bytes each
+  const uint32_t dy_full = row_empty + C::kRowSlots * 8, dy_empty = dy_full + C::kDySlots * 8;
 
   const PlanView& plan = args.plan;
   const int volume = plan.kernel_volume;
@@ -116,37 +117,54 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int nb = combo % grid.blocks_n, g = combo / grid.blocks_n;
   const int tile0 = int(int64_t(split) * plan.tiles / grid.splits);
   const int tile1 = int(int64_t(split + 1) * plan.tiles / grid.splits);
-  // offset of slot i: og + i * offset_groups, spread so that the well-filled offsets are shared out
-  const int slots = (volume - og + grid.offset_groups - 1) / grid.offset_groups;
-  auto slot_offset = [&](int slot) { return og + slot * grid.offset_groups; };
+  // Slot i holds one offset of [i G, (i + 1) G), G = offset_groups: offset i G + og, or, where G divides the kernel
+  // volume and would put whole planes of the kernel into one group, rotated by i + i / G + ... (the digit sum of
+  // every offset of a group in base G is then the same). It shares out the well-filled offsets.
+  auto slot_offset = [&](int slot) {
+    int shift = 0;
+    if (volume % grid.offset_groups == 0) {
+      for (int q = slot; q > 0; q /= grid.offset_groups) shift += q;
+    }
+    return slot * grid.offset_groups + (og + shift) % grid.offset_groups;
+  };
+  int slots = (volume + grid.offset_groups - 1) / grid.offset_groups;
+  if (slot_offset(slots - 1) >= volume) --slots;
 
   const int group_id = threadIdx.x / kWarpGroup;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kRowSlots; ++i) {
-      Barrier::init(row_full + i, kGatherThreads + 1);
-      Barrier::init(row_empty + i, C::kConsumers * 4);
+      init_barrier(row_full + i * 8, C::kGatherWarps * 32 + 1);
+      init_barrier(row_empty + i * 8, C::kConsumers * 4);
     }
     for (int i = 0; i < C::kDySlots; ++i) {
-      Barrier::init(dy_full + i, kGatherThreads);
-      Barrier::init(dy_empty + i, C::kConsumers * 4);
+      init_barrier(dy_full + i * 8, C::kGatherWarps * 32);
+      init_barrier(dy_empty + i * 8, C::kConsumers * 4);
     }
     cutlass::arch::fence_barrier_init();
   }
   for (int i = threadIdx.x; i < C::kRowSlots * C::kRowBytes / 4; i += C::kThreads) {  // the zero rows
     const int slot = i / (C::kRowBytes / 4), word = i % (C::kRowBytes / 4);
-    reinterpret_cast<uint32_t*>(smem + C::kRowAt + slot * C::kRowSlotBytes + kUniqueMax * C::kRowBytes)[word] = 0;
+    sts_u32(smem_u + C::kRowAt + slot * C::kRowSlotBytes + kUniqueMax * C::kRowBytes + word * 4, 0);
+  }
+  if (threadIdx.x < slots) sts_u32(smem_u + C::kOffsetAt + threadIdx.x * 4, slot_offset(threadIdx.x));
+  for (int i = threadIdx.x; i < kTileM / 2; i += C::kThreads) {  // indices of an offset that is not there
+    sts_u32(smem_u + C::kNoLocalAt + i * 4, kMissing << 16 | kMissing);
   }
   __syncthreads();
 
   // A pass matters to this CTA when one of its offsets lies in [k_begin, k_begin + k_count) and has neighbours.
-  auto first_slot = [&](int k) { return k <= og ? 0 : (k - og + grid.offset_groups - 1) / grid.offset_groups; };
+  auto first_slot = [&](int k) {  // first slot with an offset >= k
+    const int slot = k / grid.offset_groups;
+    return slot < slots && slot_offset(slot) < k ? slot + 1 : slot;
+  };
   auto slot_range = [&](const Pass& p) {
+    if (p.k_begin == 0 && p.k_count == volume) return make_int2(0, slots);
     return make_int2(first_slot(p.k_begin), min(slots, first_slot(p.k_begin + p.k_count)));
   };
 
-  if (group_id == C::kConsumers) {  // ---- producer warpgroup ----
+  if (group_id >= C::kConsumers) {  // ---- producer warpgroup ----
     cutlass::arch::warpgroup_reg_dealloc<40>();
     PassWalk walk(plan, tile0, 1, tile1, 1);
     RingState<C::kRowSlots> rs;
@@ -157,15 +175,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         const int2 range = slot_range(pass);
         if (range.x < range.y && pass.uniq_count > 0) {
           if (lane == 0) {
-            wait_empty(row_empty + rs.index, rs.phase);
-            *reinterpret_cast<int4*>(smem + C::kHeadAt + rs.index * 16) = make_int4(pass.k_begin, range.x, range.y, 0);
-            uint64_t* bar = row_full + rs.index;
-            Barrier::arrive_and_expect_tx(bar, (range.y - range.x) * kTileM * 2 + kFrags * 4);
-            cute::SM90_BULK_COPY_G2S::copy(plan.frag + int64_t(id) * kFrags, bar,
-                                           smem + C::kFragAt + rs.index * kFrags * 4, kFrags * 4);
+            wait_empty(row_empty + rs.index * 8, rs.phase);
+            sts_v4(smem_u + C::kHeadAt + rs.index * 16, make_int4(pass.k_begin, range.x, range.y, 0));
+            const uint32_t bar = row_full + rs.index * 8;
+            arrive_expect(bar, (range.y - range.x) * kTileM * 2 + kFrags * 4);
+            bulk_copy(smem_u + C::kFragAt + rs.index * kFrags * 4, plan.frag + int64_t(id) * kFrags, kFrags * 4, bar);
             for (int i = range.x; i < range.y; ++i) {
-              cute::SM90_BULK_COPY_G2S::copy(plan.local + (int64_t(walk.tile()) * volume + slot_offset(i)) * kTileM, bar,
-                                             smem + C::kLocalAt + rs.index * C::kLocalBytes + i * kTileM * 2, kTileM * 2);
+              bulk_copy(smem_u + C::kLocalAt + rs.index * C::kLocalBytes + i * kTileM * 2,
+                        plan.local + (int64_t(walk.tile()) * volume + lds_u32(smem_u + C::kOffsetAt + i * 4)) * kTileM, kTileM * 2, bar);
             }
           }
           __syncwarp();
@@ -174,9 +191,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         walk.advance();
       }
       if (lane == 0) {  // an empty-headed slot ends the consumers' loop
-        wait_empty(row_empty + rs.index, rs.phase);
-        *reinterpret_cast<int4*>(smem + C::kHeadAt + rs.index * 16) = make_int4(-1, 0, 0, 0);
-        arrive(row_full + rs.index);
+        wait_empty(row_empty + rs.index * 8, rs.phase);
+        sts_v4(smem_u + C::kHeadAt + rs.index * 16, make_int4(-1, 0, 0, 0));
+        arrive(row_full + rs.index * 8);
       }
     } else {  // rows
       const int gather_warp = warp - (C::kConsumers * 4 + 1);
@@ -184,12 +201,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       const char* x = static_cast<const char*>(args.a) + (g * args.a_group + mb * CK) * 2;
       const char* dy = static_cast<const char*>(args.b) + (g * args.b_group + nb * BN) * 2;
       const int x_valid = (args.c_in - mb * CK + 7) / 8;
-      RowIds<kUniqueMax> ids;
-      RowIds<kTileM> dy_ids;
+      const uint32_t x_pieces = uint32_t(args.lda / 8), dy_pieces = uint32_t(args.ldb / 8);  // 16-byte pieces a row
+      RowIds<kUniqueMax, C::kGatherWarps> ids;
+      RowIds<kTileM, C::kGatherWarps> dy_ids;
       Pass pass = walk.done() ? Pass{} : load_pass(plan.passes + walk.pass());
       auto load_ids = [&](int tile) {
-        ids.load(plan.uniq + int64_t(pass.uniq_begin4) * 4, pass.uniq_count, gather_warp, lane);
-        dy_ids.load(plan.order + int64_t(tile) * kTileM, kTileM, gather_warp, lane);
+        ids.load(plan.uniq + int64_t(pass.uniq_begin4) * 4, pass.uniq_count, x_pieces, gather_warp, lane);
+        dy_ids.load(plan.order + int64_t(tile) * kTileM, kTileM, dy_pieces, gather_warp, lane);
       };
       if (!walk.done()) load_ids(walk.tile());
       while (!walk.done()) {
@@ -198,20 +216,20 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         const int ahead = walk.peek();
         if (ahead >= 0) pass = load_pass(plan.passes + ahead);  // arrives while this pass is copied
         if (range.x < range.y && count > 0) {
-          wait_empty(row_empty + rs.index, rs.phase);
-          ids.gather<C::kRowBytes, 0, kUniqueMax>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, x, uint32_t(args.lda * 2),
-                                                  count, x_valid, gather_warp, lane);
-          cutlass::arch::cpasync_barrier_arrive_noinc(row_full + rs.index);
+          wait_empty(row_empty + rs.index * 8, rs.phase);
+          ids.gather<C::kRowBytes, 0, kUniqueMax>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, x, count,
+                                                  x_valid, gather_warp, lane);
+          arrive_after_copies(row_full + rs.index * 8);
           rs.advance();
           auto copy_dy = [&](auto half) {
-            wait_empty(dy_empty + ds.index, ds.phase);
+            wait_empty(dy_empty + ds.index * 8, ds.phase);
 #pragma unroll 1
             for (int a = 0; a < BN / C::kDyAtom; ++a) {
               dy_ids.gather<C::kDyRowBytes, half * C::kHalfRows, C::kHalfRows>(
                   smem_u + C::kDyAt + ds.index * C::kDySlotBytes + a * C::kDyAtomBytes, dy + a * C::kDyRowBytes,
-                  uint32_t(args.ldb * 2), kTileM, (args.c_out - nb * BN - a * C::kDyAtom + 7) / 8, gather_warp, lane);
+                  kTileM, (args.c_out - nb * BN - a * C::kDyAtom + 7) / 8, gather_warp, lane);
             }
-            cutlass::arch::cpasync_barrier_arrive_noinc(dy_full + ds.index);
+            arrive_after_copies(dy_full + ds.index * 8);
             ds.advance();
           };
           copy_dy(std::integral_constant<int, 0>{});
@@ -221,8 +239,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         if (!walk.done()) load_ids(walk.tile());
       }
       asm volatile("cp.async.wait_all;\n" ::: "memory");
-      wait_empty(row_empty + rs.index, rs.phase);
-      arrive(row_full + rs.index);  // no rows in the ending slot
+      wait_empty(row_empty + rs.index * 8, rs.phase);
+      arrive(row_full + rs.index * 8);  // no rows in the ending slot
     }
   } else {  // ---- consumer warpgroups ----
     cutlass::arch::warpgroup_reg_alloc<232>();
@@ -248,72 +266,74 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         cute::local_tile(sB, cute::Shape<cute::Int<BN>, cute::_16>{}, cute::make_coord(0, 0)));
 
     while (true) {
-      wait_full(row_full + rs.index, rs.phase);
-      const int4 head = reinterpret_cast<const int4*>(smem + C::kHeadAt)[rs.index];
-      if (head.x < 0) break;
-      const uint32_t frag = reinterpret_cast<const uint32_t*>(smem + C::kFragAt)[rs.index * kFrags + lane % kFrags];
+      wait_full(row_full + rs.index * 8, rs.phase);
+      const uint4 head = lds_v4(smem_u + C::kHeadAt + rs.index * 16);  // first offset, slots [y, z)
+      if (int(head.x) < 0) break;
+      const uint32_t frag = lds_u32(smem_u + C::kFragAt + (rs.index * kFrags + lane % kFrags) * 4);
       const uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
-      const char* local = smem + C::kLocalAt + rs.index * C::kLocalBytes;
+      // steps[j]: 8 bits, step i of the tile (rows 32 i ...) has a row with a neighbour; index[j]: local index of this
+      // lane's row of step 0
+      uint32_t steps_of[J], index_of[J];
+#pragma unroll
+      for (int j = 0; j < J; ++j) {
+        uint32_t bits = 0;
+        index_of[j] = smem_u + C::kNoLocalAt + lane_row * 2;
+#pragma unroll
+        for (int s = 0; s < C::kStack; ++s) {
+          // slots are dealt round robin, so that a short last group is shared by the warpgroups
+          const int slot = (j * C::kStack + s) * C::kConsumers + group_id;
+          if (slot >= int(head.y) && slot < int(head.z)) {
+            bits |= 1u << (lds_u32(smem_u + C::kOffsetAt + slot * 4) - head.x);
+            if (s == stacked) {
+              index_of[j] = smem_u + C::kLocalAt + rs.index * C::kLocalBytes + slot * kTileM * 2 + lane_row * 2;
+            }
+          }
+        }
+        const uint32_t active = __ballot_sync(0xffffffffu, (frag & bits) != 0) & 0xffff;  // by 16 rows
+        steps_of[j] = active;
+      }
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
-        wait_full(dy_full + ds.index, ds.phase);
+        wait_full(dy_full + ds.index * 8, ds.phase);
         cutlass::arch::fence_view_async_shared();  // dY was written by cp.async and is read through the async proxy
-        const uint64_t desc = desc0 + uint32_t(ds.index * (C::kDySlotBytes >> 4));
+        const uint64_t desc = advance(desc0, ds.index * (C::kDySlotBytes >> 4));
 #pragma unroll
         for (int j = 0; j < J; ++j) {
-          // slots of accumulator j, dealt round robin so that a short last group is shared by the warpgroups
-          uint32_t bits = 0;
-          int my_slot = -1;
-#pragma unroll
-          for (int s = 0; s < C::kStack; ++s) {
-            const int slot = (j * C::kStack + s) * C::kConsumers + group_id;
-            const bool here = slot >= head.y && slot < head.z;
-            if (here) bits |= 1u << (slot_offset(slot) - head.x);
-            if (here && s == stacked) my_slot = slot;
-          }
-          // bit i: step i of this half has a row with a neighbour
-          uint32_t steps = (__ballot_sync(0xffffffffu, (frag & bits) != 0) >> (half * C::kSteps)) & ((1u << C::kSteps) - 1);
+          uint32_t steps = steps_of[j] >> (half * 8) & 0xff;
+          steps = (steps | steps >> 1) & 0x55;  // bit 2 i: step i of the half
           if (steps == 0) continue;
-          const uint16_t* index = reinterpret_cast<const uint16_t*>(local + max(my_slot, 0) * kTileM * 2) +
-                                  half * C::kHalfRows + lane_row;
-          auto pop = [&]() {  // next active step, -1 behind the last
-            const int step = steps ? __ffs(steps) - 1 : -1;
-            steps &= steps - 1;
-            return step;
-          };
-          auto row_of = [&](int step) { return my_slot >= 0 && step >= 0 ? int(index[step * 16]) : kMissing; };
+          const uint32_t index = index_of[j] + half * C::kHalfRows * 2;
           auto load = [&](uint32_t (&a)[4], int idx) {
             ldmatrix_x4_trans(a, rows + idx * C::kRowBytes + swizzle<C::kRowBytes>(piece, idx) * 16);
           };
-          auto desc_of = [&](int step) { return desc + uint32_t(max(step, 0) * (16 * C::kDyRowBytes >> 4)); };
-          // Two steps a turn: while they multiply, the row indices and then A of the next two arrive.
+          // A step is 32 rows, two products; while they run, the indices and then A of the next step arrive.
           uint32_t a0[4], a1[4];
-          int s0 = pop(), s1 = pop();
-          load(a0, row_of(s0));
-          load(a1, row_of(s1));
-          while (s0 >= 0) {
-            const int n0 = pop(), n1 = pop();
-            const int idx0 = row_of(n0), idx1 = row_of(n1);
+          int at = __ffs(steps) - 1;  // in units of 16 rows
+          load(a0, lds_u16(index + at * 32));
+          load(a1, lds_u16(index + at * 32 + 32));
+          while (steps != 0) {
+            const uint64_t b = advance(desc, at * (16 * C::kDyRowBytes >> 4));
+            steps &= steps - 1;
+            at = max(__ffs(steps) - 1, 0);
+            const int idx0 = lds_u16(index + at * 32), idx1 = lds_u16(index + at * 32 + 32);
             acc[j].fence();
             cute::warpgroup_arrive();
-            wgmma<AtomT>(acc[j], a0, desc_of(s0));
+            wgmma<AtomT>(acc[j], a0, b);
             cute::warpgroup_commit_batch();
-            wgmma<AtomT>(acc[j], a1, desc_of(s1));
+            wgmma<AtomT>(acc[j], a1, advance(b, 16 * C::kDyRowBytes >> 4));
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<1>();  // the first product is done: a0 is free
             load(a0, idx0);
             cute::warpgroup_wait<0>();
             load(a1, idx1);
-            s0 = n0;
-            s1 = n1;
           }
           acc[j].fence();
         }
         __syncwarp();
-        if (lane == 0) arrive(dy_empty + ds.index);
+        if (lane == 0) arrive(dy_empty + ds.index * 8);
         ds.advance();
       }
-      if (lane == 0) arrive(row_empty + rs.index);
+      if (lane == 0) arrive(row_empty + rs.index * 8);
       rs.advance();
     }
 
@@ -374,7 +394,7 @@ cudaError_t wgrad_launch(const ConvArgs& args, cudaStream_t stream) {
 
 template <class C>
 KernelEntry wgrad_entry(const char* name, DType input) {
-  return {{name, Op::wgrad, input, Accum::f32, C::CK, C::BN, 16, C::kDySlots,
+  return {{name, Op::wgrad, input, Accum::f32, C::CK, C::BN, 32, C::kDySlots,
            Atom<typename C::T, float, C::BN, GMMA::Major::MN>::name, 0, 90},
           wgrad_workspace<C>, wgrad_launch<C>};
 }

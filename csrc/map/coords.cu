@@ -14,6 +14,7 @@ using namespace detail;
 constexpr int kThreads = 256;
 constexpr int kMaxBlocks = 2048;  // grid-stride loops beyond
 constexpr int64_t kMinCapacity = 64;
+constexpr int64_t kSlotsPerRow = 3;  // at least. A warp waits for the longest of its chains: short ones pay
 constexpr int kSortBits = 32;
 constexpr size_t kAlign = 256;
 
@@ -56,9 +57,10 @@ int blocks_for(int64_t n) {
 __global__ void __launch_bounds__(kThreads)
 init_index(uint64_t* keys, int* rows, int64_t capacity, CoordStats* stats, int* has_duplicates) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < capacity; i += step) {
-    keys[i] = kEmptyKey;
-    rows[i] = INT_MAX;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < capacity / 4; i += step) {  // 4 slots a store
+    reinterpret_cast<ulonglong2*>(keys)[2 * i] = make_ulonglong2(kEmptyKey, kEmptyKey);
+    reinterpret_cast<ulonglong2*>(keys)[2 * i + 1] = make_ulonglong2(kEmptyKey, kEmptyKey);
+    reinterpret_cast<int4*>(rows)[i] = make_int4(INT_MAX, INT_MAX, INT_MAX, INT_MAX);
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     // -1 is also the largest unsigned number, so an unsigned atomicMin finds the smallest row or leaves -1.
@@ -96,7 +98,7 @@ insert_rows(const int4* coords, int64_t n, uint64_t* keys, int* rows, uint32_t m
     }
     const uint64_t key = pack_key(c);
     uint32_t slot = home_slot(key, mask);
-    for (;; slot = (slot + kProbeStep) & mask) {
+    for (uint32_t step = kProbeStep;; slot = (slot + step) & mask, step += kProbeStep) {
       const uint64_t found = atomicCAS(reinterpret_cast<unsigned long long*>(keys + slot),
                                        static_cast<unsigned long long>(kEmptyKey),
                                        static_cast<unsigned long long>(key));
@@ -136,7 +138,7 @@ insert_rows(const int4* coords, int64_t n, uint64_t* keys, int* rows, uint32_t m
 __device__ __forceinline__ int winner_row(int4 c, const uint64_t* keys, const int* rows, uint32_t mask) {
   const uint64_t key = pack_key(c);
   uint32_t slot = home_slot(key, mask);
-  while (keys[slot] != key) slot = (slot + kProbeStep) & mask;
+  for (uint32_t step = kProbeStep; keys[slot] != key; step += kProbeStep) slot = (slot + step) & mask;
   return rows[slot];
 }
 
@@ -189,7 +191,7 @@ __global__ void find_twin(const int4* coords, const uint64_t* keys, const int* r
 
 int64_t hash_capacity(int64_t n) {
   int64_t capacity = kMinCapacity;
-  while (capacity < 2 * n) capacity *= 2;
+  while (capacity < kSlotsPerRow * n) capacity *= 2;
   return capacity;
 }
 
@@ -200,7 +202,7 @@ size_t index_workspace(int64_t n) {
 }
 
 cudaError_t index_coords(const IndexArgs& args, cudaStream_t stream) {
-  const bool power_of_two = args.capacity > 0 && (args.capacity & (args.capacity - 1)) == 0;
+  const bool power_of_two = args.capacity >= kMinCapacity && (args.capacity & (args.capacity - 1)) == 0;
   if (args.n < 0 || args.n > INT_MAX || !power_of_two || args.capacity < 2 * args.n ||
       args.capacity > int64_t{1} << 32) {
     return cudaErrorInvalidValue;
@@ -211,7 +213,7 @@ cudaError_t index_coords(const IndexArgs& args, cudaStream_t stream) {
   cudaError_t error = make_workspace(args.workspace, args.n, &w);
   if (error != cudaSuccess) return error;
 
-  init_index<<<blocks_for(args.capacity), kThreads, 0, stream>>>(args.keys, args.rows, args.capacity, args.stats,
+  init_index<<<blocks_for(args.capacity / 4), kThreads, 0, stream>>>(args.keys, args.rows, args.capacity, args.stats,
                                                                  w.has_duplicates);
   if ((error = cudaGetLastError()) != cudaSuccess || args.n == 0) return error;
   insert_rows<<<blocks_for(args.n), kThreads, 0, stream>>>(coords, args.n, args.keys, args.rows, mask, args.stats,

@@ -7,7 +7,8 @@ namespace voxmma::detail {
 
 inline constexpr uint64_t kEmptyKey = ~uint64_t{0};
 inline constexpr int kBatchShift = 3 * kCoordBits;
-// Odd, so that repeated steps visit every slot; 8 + 1, so that a step leaves the bucket of 8 it starts in.
+// The n-th probe of a chain goes n * kProbeStep slots on: triangular numbers do not cluster and, times an odd number,
+// visit every slot. 8 + 1 leaves the bucket of 8 that the chain starts in.
 inline constexpr uint32_t kProbeStep = 9;
 
 // 9 bits -> every third of 27 bits.
@@ -39,13 +40,11 @@ __device__ __forceinline__ uint64_t pack_key(int4 c) {
 // neighbours of a tile are found in a few cache lines. The bucket is chosen by a full-avalanche mix of the block; its
 // low three bits also permute the bucket, so that a set that uses one corner of every block still fills all slots.
 __device__ __forceinline__ uint32_t home_slot(uint64_t key, uint32_t mask) {
-  uint64_t h = key >> 3;
-  h ^= h >> 32;
-  h *= 0xd6e8feb86659fd93ull;
-  h ^= h >> 32;
-  h *= 0xd6e8feb86659fd93ull;
-  h ^= h >> 32;
-  return (uint32_t(h) ^ (uint32_t(key) & 7u)) & mask;
+  uint32_t h = (uint32_t(key) & ~7u) * 0x9e3779b1u;
+  h ^= h >> 15;
+  h = (h ^ uint32_t(key >> 32)) * 0x85ebca77u;
+  h ^= h >> 15;
+  return (h ^ (uint32_t(key) & 7u)) & mask;
 }
 
 }  // namespace voxmma::detail

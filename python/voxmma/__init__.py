@@ -6,42 +6,87 @@ y = voxmma.nn.SparseConv3d(64, 128, kernel_size=3)(x)
 voxmma.set_fp16_accum(True); print(voxmma.explain(y)); print(voxmma.tiles())
 """
 
-from voxmma import ops  # isort: skip  (first: registers torch.ops.voxmma, and explains a missing or foreign build)
-from voxmma import _C, settings
+# First: registers torch.ops.voxmma, and explains a missing or foreign build.
+from voxmma import ops  # noqa: F401  # isort: skip
+from voxmma import _C, convert, settings  # noqa: F401
+from voxmma.audit import audit
+from voxmma.coordops import (
+    batch,
+    collate,
+    crop,
+    devoxelise,
+    downsample,
+    from_dense,
+    intersection,
+    lookup,
+    prune,
+    sparse_quantize,
+    to_dense,
+    unbatch,
+    union,
+    unique,
+)
 from voxmma.coords import CoordSet
 from voxmma.explain import Record, explain
 from voxmma.kernel_map import KernelMap, kernel_map
+from voxmma.overflow import OverflowGuard
 from voxmma.settings import (
     get_deterministic,
     get_fp16_accum,
+    get_fp16_rescale,
     get_fp32_precision,
     resolve_fp16_accum,
     set_deterministic,
     set_fp16_accum,
+    set_fp16_rescale,
     set_fp32_precision,
 )
 from voxmma.tiles import tiles
 from voxmma.voxels import Voxels
 
 from voxmma import nn  # isort: skip
+from voxmma import shadow  # isort: skip
+from voxmma.plan import apply_plan, calibrate  # isort: skip
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CoordSet",
     "KernelMap",
+    "OverflowGuard",
     "Record",
     "Voxels",
+    "apply_plan",
+    "audit",
+    "calibrate",
+    "batch",
+    "collate",
+    "convert",
+    "crop",
+    "devoxelise",
+    "downsample",
     "explain",
+    "from_dense",
     "get_deterministic",
     "get_fp16_accum",
+    "get_fp16_rescale",
     "get_fp32_precision",
+    "intersection",
     "kernel_map",
+    "lookup",
     "nn",
+    "prune",
     "resolve_fp16_accum",
     "set_deterministic",
     "set_fp16_accum",
+    "set_fp16_rescale",
     "set_fp32_precision",
     "settings",
+    "shadow",
+    "sparse_quantize",
     "tiles",
+    "to_dense",
+    "unbatch",
+    "union",
+    "unique",
 ]

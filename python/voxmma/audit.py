@@ -1,6 +1,6 @@
 """`with voxmma.audit() as log:` lists every launch as it happens, backward ones included.
 
-The log is taken where torch dispatches `torch.ops.voxmma.conv` and `conv_wgrad`, below autograd and autocast:
+The log is taken where torch dispatches `torch.ops.voxmma.conv`, `conv_rescaled` and `conv_wgrad`, below autograd and autocast:
 what it shows are the arguments that reached the kernels, not what anybody meant to ask for. The record of
 each convolution call (voxmma.explain) adds the layer, the level that decided, and the reason.
 """
@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from voxmma.explain import Record
-from voxmma.tiles import DTYPE_NAMES, compiled
+from voxmma.tiles import DTYPE_NAMES, chunk_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Launch:
     volume: int
     rows: int
     """Rows written; for wgrad rows of dy."""
+    rescaled: bool = False
+    """Operands made fp16 by powers of two on the way (voxmma.overflow)."""
     layer: str = ""
     requested: str = ""
     decided_by: str = ""
@@ -47,8 +49,9 @@ class Launch:
         chunk = {0: "", -1: " promoted every offset"}.get(self.chunk, f" promoted every {self.chunk}")
         why = f"; {self.requested} requested by {self.decided_by}; {self.reason}" if self.decided_by else ""
         groups = f", {self.groups} groups" if self.groups > 1 else ""
+        rescaled = " (rescaled)" if self.rescaled else ""
         return (
-            f"{self.layer or '(no layer)'} {self.op}: {self.tile}, {self.input} inputs, {self.accumulator} "
+            f"{self.layer or '(no layer)'} {self.op}: {self.tile}, {self.input} inputs{rescaled}, {self.accumulator} "
             f"accumulator{chunk}, {self.output} output, {self.c_in} -> {self.c_out}{groups}, "
             f"{self.volume} offsets, {self.rows} rows{why}"
         )
@@ -62,7 +65,8 @@ class audit(TorchDispatchMode):
     """Context that collects a :class:`Launch` for every kernel launched by its thread, backward included.
 
     Iterate over it, index it, take its length, or print it. It may be nested; each one sees everything. While
-    open it keeps the operands of forward calls alive, except in inference mode.
+    open it keeps the operands of forward calls alive, except in inference mode. Launches of compiled code are
+    listed without their records.
     """
 
     def __init__(self) -> None:
@@ -72,6 +76,11 @@ class audit(TorchDispatchMode):
         self._unclaimed: list[tuple[int, tuple[int, ...]]] = []
         self._owners: dict[int, Record] = {}
         self._kept: list[torch.Tensor] = []  # addresses below stay those of these tensors while the log grows
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs compiled under an audit (torch asks from 2.9 on; before, it runs eagerly)."""
+        return True
 
     def __enter__(self) -> audit:
         _active.append(self)
@@ -88,13 +97,14 @@ class audit(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if name in ("voxmma::conv", "voxmma::conv_wgrad"):
+        if name in ("voxmma::conv", "voxmma::conv_rescaled", "voxmma::conv_wgrad"):
             names = [argument.name for argument in func._schema.arguments]
             given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-            self._log(name == "voxmma::conv_wgrad", given, result)
+            self._log(name.removeprefix("voxmma::"), given, result)
         return result
 
-    def _log(self, wgrad: bool, given: dict[str, Any], result: torch.Tensor) -> None:
+    def _log(self, name: str, given: dict[str, Any], result: torch.Tensor) -> None:
+        wgrad, rescaled = name == "conv_wgrad", name == "conv_rescaled"
         backward = torch._C._current_graph_task_id() != -1
         x = given["x"]
         operands = [x, given["dy"] if wgrad else given["weight"]]
@@ -111,22 +121,19 @@ class audit(TorchDispatchMode):
             accumulator = "fp64" if x.dtype == torch.float64 else "fp32"
         elif given["transpose"]:
             c_in, c_out = c_out, c_in
-        tile = given["tile"]
-        chunk = next((row.promote for row in compiled() if row.name == tile), 0)
-        if tile == "cpu" and accumulator == "fp16_promoted":
-            chunk = -1
         launch = Launch(
             op="wgrad" if wgrad else "dgrad" if backward else "fprop",
-            tile=tile,
-            input=DTYPE_NAMES[x.dtype],
+            tile=given["tile"],
+            input="fp16" if rescaled else DTYPE_NAMES[x.dtype],
             accumulator=accumulator,
-            chunk=chunk,
+            chunk=chunk_of(given["tile"]),
             output=DTYPE_NAMES[result.dtype],
             c_in=c_in,
             c_out=c_out,
             groups=groups,
             volume=weight.shape[0],
             rows=(given["dy"] if wgrad else result).shape[0],
+            rescaled=rescaled,
         )
         self.launches.append(_signed(launch, owner) if owner is not None else launch)
         if not backward:
@@ -167,13 +174,11 @@ def _signed(launch: Launch, record: Record) -> Launch:
 _active: list[audit] = []
 
 
-@torch.compiler.disable
-def _notify(record: Record) -> None:
-    for log in _active:
-        log._claim(record)
-
-
 def notify(record: Record) -> None:
-    """Tells the open logs which call the launch just made belongs to; convolution functions call it once."""
-    if _active:
-        _notify(record)
+    """Tells the open logs which call the launch just made belongs to; convolution functions call it once.
+
+    Under torch.compile it does nothing, so that it breaks no graph.
+    """
+    if not torch.compiler.is_compiling():
+        for log in _active:
+            log._claim(record)

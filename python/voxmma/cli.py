@@ -16,6 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,7 +25,7 @@ import voxmma
 from voxmma import bench as bench_module
 from voxmma import demo as demo_module
 from voxmma import doctor as doctor_module
-from voxmma import report, speedbench, sweep
+from voxmma import gate, report, speedbench, sweep
 
 app = typer.Typer(
     help="3-D sparse convolution with tensor-core precision under control.",
@@ -118,9 +119,30 @@ def tiles(
     device: Annotated[
         str | None, typer.Option(help="For this device, such as cuda:1, and not the default.")
     ] = None,
+    judge: Annotated[
+        bool,
+        typer.Option(
+            "--gate", help="Measure every fp16-accumulator tile here and record the gate's verdicts."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the tile table: every kernel in this build, where it runs, and the published role it takes."""
+    """Print the tile table: every kernel in this build, where it runs, and the published role it takes.
+
+    With --gate: each fp16-accumulator tile's errors, bounds and gain on the device instead (on a GPU every
+    input family at 200,000 voxels), and whether inference mode may use it from now on.
+    """
+    if judge:
+        usable = {found.type: found for found in doctor_module.usable_devices()}
+        chosen = torch.device(device) if device else usable.get("cuda", usable["cpu"])
+        if chosen.type not in usable:
+            raise typer.BadParameter(
+                f"{device!r} cannot be used here; see voxmma doctor", param_hint="--device"
+            )
+        with progress(len(gate.candidates(chosen))) as advance:
+            verdicts = gate.run(chosen, advance=advance)
+        show([asdict(verdict) for verdict in verdicts], gate.render(verdicts), as_json)
+        return
     table = voxmma.tiles(device)
     show([asdict(row) for row in table], table, as_json)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from voxmma.kernel_map import MapCore
+    from voxmma.kernel_map import Geometry, MapCore
 
 COORD_BITS = 18
 COORD_MIN = -(1 << (COORD_BITS - 1))
@@ -53,6 +54,44 @@ class HashIndex(NamedTuple):
     order: torch.Tensor
 
 
+@dataclass
+class _Index:
+    """What is derived from the coordinates alone, when first asked for. Shared by `Finer.get()`'s sets."""
+
+    counts: torch.Tensor | None = None
+    ordered: tuple[torch.Tensor, torch.Tensor] | None = None
+    hashed: HashIndex | None = None
+
+
+class Finer:
+    """The finer set that a set was made from, and how: what a transposed layer goes back to.
+
+    Holds the finer set's coordinates, index and map tensors, not the object: the finer set's maps hold the
+    coarser set, and a cycle would keep GPU memory until Python's garbage collector runs. When nothing else
+    holds the finer set any more, `get()` makes one of the same rows.
+    """
+
+    def __init__(self, fine: CoordSet, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.sides: dict[bool, Any] = {}
+        """tensors of the map between the two, shared with its MapCore"""
+        self._fine = weakref.ref(fine)
+        self._parts = (fine.coords, fine.batch_size, fine._index, fine.finer)
+
+    def get(self) -> CoordSet:
+        """The finer set: the one it came from while that lives."""
+        fine = self._fine()
+        if fine is None:
+            coords, batch_size, index, finer = self._parts
+            fine = CoordSet.trusted(coords, batch_size)
+            fine._index, fine.finer = index, finer
+            self._fine = weakref.ref(fine)
+        return fine
+
+    def came_from(self, fine: CoordSet) -> bool:
+        return self._fine() is fine
+
+
 class CoordSet:
     """An immutable set of N voxel coordinates of `batch_size` samples.
 
@@ -74,13 +113,27 @@ class CoordSet:
     On a GPU construction reads a few numbers back to the host once; nothing later does.
     """
 
-    __slots__ = ("__weakref__", "_counts", "_hash", "_moved", "_sorted", "batch_size", "coords", "maps")
+    __slots__ = (
+        "__weakref__",
+        "_index",
+        "_moved",
+        "_segments",
+        "batch_size",
+        "coords",
+        "derived",
+        "finer",
+        "maps",
+    )
 
     coords: torch.Tensor
     """(N, 4) int32, contiguous"""
     batch_size: int
     maps: dict[tuple[Any, ...], MapCore]
     """kernel maps built so far, by kernel shape; see voxmma.kernel_map"""
+    derived: dict[tuple[Any, ...], CoordSet]
+    """output sets of strided and generative layers made so far; see voxmma.derive"""
+    finer: Finer | None
+    """where a strided layer made this set from"""
 
     def __init__(self, coords: torch.Tensor, batch_size: int | None = None) -> None:
         check_columns(coords)
@@ -104,9 +157,10 @@ class CoordSet:
         self.coords = coords
         self.batch_size = batch_size
         self.maps = {}
-        self._counts: torch.Tensor | None = None
-        self._sorted: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._hash: HashIndex | None = None
+        self.derived = {}
+        self.finer = None
+        self._index = _Index()
+        self._segments: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # see voxmma.segments
         self._moved: dict[torch.device, weakref.ref[CoordSet]] = {}
 
     @classmethod
@@ -122,7 +176,7 @@ class CoordSet:
         from voxmma import _C
 
         keys, rows, order, stats = _C.index_coords(self.coords)
-        self._hash = HashIndex(keys, rows, order)
+        self._index.hashed = HashIndex(keys, rows, order)
         bad, duplicate, twin = stats[:3]
         return bad, duplicate, twin, stats[7] if self.num else -1
 
@@ -145,19 +199,24 @@ class CoordSet:
 
     def sorted_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed keys (N,) int64 in ascending order, by (batch, x, y, z), and the row of each, (N,) int64."""
-        if self._sorted is None:
+        if self._index.ordered is None:
             with torch.inference_mode(False), torch.no_grad():
                 keys, order = torch.sort(pack(self.coords), stable=True)
-                self._sorted = keys, order
-        return self._sorted
+                self._index.ordered = keys, order
+        return self._index.ordered
 
     def hash_index(self) -> HashIndex:
-        """The GPU index; RuntimeError where this build has no CUDA kernels."""
-        if self._hash is None:
-            with torch.inference_mode(False), torch.no_grad():
-                self._index_cuda()
-        assert self._hash is not None
-        return self._hash
+        """The GPU index; RuntimeError where this build has no CUDA kernels. Never waits for the GPU."""
+        if self._index.hashed is None:
+            from voxmma import _C
+
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):  # not indexed at construction: known to be valid
+                keys, rows, order, _ = _C.index_coords(self.coords, check=False)
+                self._index.hashed = HashIndex(keys, rows, order)
+        return self._index.hashed
 
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
         """Rows (M,) int64 of (M, 4) packable coordinates on the same device, -1 where the set has none."""
@@ -177,12 +236,12 @@ class CoordSet:
     @property
     def counts(self) -> torch.Tensor:
         """(batch_size,) int64 voxels of each sample on the set's device, zeros for empty samples."""
-        if self._counts is None:
+        if self._index.counts is None:
             with torch.inference_mode(False), torch.no_grad():
                 batch = self.coords[:, 0].long()
                 zeros = torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
-                self._counts = zeros.index_add_(0, batch, torch.ones_like(batch))
-        return self._counts
+                self._index.counts = zeros.index_add_(0, batch, torch.ones_like(batch))
+        return self._index.counts
 
     def equal(self, other: CoordSet) -> bool:
         """True for the same set, and for one with the same rows in the same order and the same batch size."""
@@ -209,18 +268,29 @@ class CoordSet:
         if copy is None:
             with torch.inference_mode(False), torch.no_grad():
                 copy = CoordSet.trusted(self.coords.to(target, non_blocking=non_blocking), self.batch_size)
+            if self.finer is not None:
+                copy.finer = Finer(self.finer.get().to(target, non_blocking), self.finer.geometry)
             self._moved[target] = weakref.ref(copy)
             copy._moved[self.device] = weakref.ref(self)
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CoordSet.trusted, (self.coords, self.batch_size)
+        if self.finer is None:
+            return CoordSet.trusted, (self.coords, self.batch_size)
+        return _restore, (self.coords, self.batch_size, self.finer.get(), self.finer.geometry)
 
     def __copy__(self) -> CoordSet:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CoordSet:
         return self  # immutable
+
+
+def _restore(coords: torch.Tensor, batch_size: int, fine: CoordSet, geometry: Geometry) -> CoordSet:
+    """Unpickles a set that a strided layer made."""
+    made = CoordSet.trusted(coords, batch_size)
+    made.finer = Finer(fine, geometry)
+    return made
 
 
 def find_keys(keys: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

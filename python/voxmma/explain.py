@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from voxmma.tiles import accumulator_label
+
 if TYPE_CHECKING:
     from voxmma.voxels import Voxels
 
@@ -15,9 +17,11 @@ if TYPE_CHECKING:
 class Record:
     """One convolution call: what its precision settings resolved to, what ran, and why they differ.
 
-    `requested` is 'fp16' or 'fp32', `decided_by` the level that asked for it ('module', 'runtime',
+    `requested` is 'fp32', 'fp16' or 'fp16_promoted:64' and the like, `decided_by` the level that asked for it ('module', 'runtime',
     'environment', 'inference_mode', 'default'), `accumulator` what runs in the forward and the input gradient
-    (the weight gradient always accumulates in fp32, or fp64 for fp64). `tile`, `dgrad_tile` and `wgrad_tile`
+    (the weight gradient always accumulates in fp32, or fp64 for fp64). `chunk` is the number of channels
+    between promotions of 'fp16_promoted' (-1: once per kernel offset; 0: not promoted), `rescaled` whether
+    the operands were made fp16 by powers of two (voxmma.overflow). `tile`, `dgrad_tile` and `wgrad_tile`
     are names of the tile table; the latter two are what a backward pass of this call runs.
     """
 
@@ -31,12 +35,16 @@ class Record:
     compute_dtype: torch.dtype
     out_dtype: torch.dtype
     reason: str
+    chunk: int = 0
+    rescaled: bool = False
 
     def __str__(self) -> str:
         compute, out = (str(dtype).removeprefix("torch.") for dtype in (self.compute_dtype, self.out_dtype))
         dtypes = compute if compute == out else f"{compute} -> {out}"
+        accumulator = accumulator_label(self.accumulator, self.chunk)
         return (
-            f"{self.layer}: {self.accumulator} accumulator on {dtypes} inputs, tile {self.tile}; "
+            f"{self.layer}: {accumulator} accumulator on {dtypes} inputs{' (rescaled)' if self.rescaled else ''}, tile "
+            f"{self.tile}; "
             f"{self.requested} requested by {self.decided_by}; {self.reason}"
         )
 

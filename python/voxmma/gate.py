@@ -2,8 +2,8 @@
 
 In this order, and evidence that is missing counts as failed:
 
-1. legality: fp16 operands (bf16 after an exact rescale, :func:`fp16_operands`), never a weight gradient;
-2. overflow certificate: no partial sum can pass 65504;
+1. legality: fp16 operands (bf16 after a rescale, voxmma.overflow), never a weight gradient;
+2. overflow certificate: no partial sum can pass 65504 (voxmma.overflow);
 3. no non-finite cell, and every cell within the worst-case bound (accuracy.bound);
 4. rel-L2 on signed inputs within the budget;
 5. for the automatic rule only: a speed-up over fp32 accumulators measured on this very device. An explicit
@@ -16,6 +16,7 @@ driver and the kernel build, so a change of any of them makes them void.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import json
 import math
@@ -32,119 +33,18 @@ from rich.table import Table
 from torch import Tensor
 
 from voxmma import _C, accuracy, settings, sweep
-from voxmma.accuracy import FAMILIES, FORMATS, Bound, Errors
+from voxmma.accuracy import FAMILIES, Bound, Errors
 from voxmma.kernel_map import KernelMap, kernel_map
+from voxmma.overflow import Certificate, certificate
 from voxmma.tiles import Tile, compiled
 from voxmma.voxels import Voxels
 
-MAX_FP16 = FORMATS["fp16"].max
 #: Smallest measured speed-up for which the automatic rule takes an fp16 accumulator.
 MIN_GAIN = 1.03
 #: rel-L2 that an fp16 accumulator may show on signed inputs; 27 x 256 products reach 4.4e-3 on Ampere.
 BUDGET = 5e-3
 #: The regression case of every tile: 3x3x3 at 32 channels, where a skipped wait once looked like saturation.
 CHANNELS, VOXELS = 32, 200_000
-
-
-# ---- overflow: bound, certificate, rescale -----------------------------------------------------------------
-
-
-def _grouped(weight: Tensor) -> Tensor:
-    return weight if weight.dim() == 4 else weight.unsqueeze(1)
-
-
-def overflow_bound(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Tensor:
-    """Upper bound of every partial sum of an accumulator: absmax(a) x largest column sum of |weight|.
-
-    Stays on the device and never waits for it (safe under CUDA graphs).
-
-    Args:
-        a: (n, channels), the operand that is gathered. weight: (K, Ci, Co) or (K, G, Ci, Co).
-        transpose: input gradient: the sum runs over Co.
-        chunk: products between promotions; 0 = one accumulator for all offsets, -1 = one offset.
-
-    Returns:
-        0-d fp32 tensor; infinite or NaN when an operand is.
-    """
-    w = _grouped(weight).abs().float()
-    if transpose:
-        w = w.transpose(-1, -2)
-    if chunk > 0:
-        steps = math.ceil(w.shape[-2] / chunk)
-        w = torch.nn.functional.pad(w, (0, 0, 0, steps * chunk - w.shape[-2]))
-        w = w.unflatten(-2, (steps, chunk))
-    sums = w.sum(dim=-2) if chunk else w.sum(dim=(0, -2))
-    if a.numel() == 0 or sums.numel() == 0:
-        return torch.zeros((), device=a.device)
-    # fp32 addition may round the sum down by this much at most
-    slack = 1 + w.shape[-2] * w.shape[0] * 2.0**-23
-    return a.abs().amax().float() * sums.amax() * slack
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """The overflow bound of one call, read from the device."""
-
-    bound: float
-    shift: int
-    """Multiplying the gathered operand by 2^-shift makes the bound fit; 0 when it does."""
-
-    @property
-    def fits(self) -> bool:
-        """No partial sum can overflow. False for infinite and NaN bounds."""
-        return self.bound <= MAX_FP16
-
-
-def certificate(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Certificate:
-    """The certificate of a call's operands; arguments as in :func:`overflow_bound`. Waits for the device."""
-    value = float(overflow_bound(a, weight, transpose=transpose, chunk=chunk))
-    if not math.isfinite(value):
-        return Certificate(value, 0)
-    return Certificate(value, max(0, math.ceil(math.log2(value / MAX_FP16))) if value > MAX_FP16 else 0)
-
-
-def safe_factor(bound: Tensor) -> Tensor:
-    """The power of two, at most 1, that brings an overflow bound to 65504 or less; without waiting.
-
-    1 for a bound that is infinite or NaN: such a result stays what it is, never a finite wrong number.
-    """
-    _, exponent = torch.frexp(bound / MAX_FP16)
-    wanted = torch.ldexp(torch.ones_like(bound), -exponent.clamp(min=0))
-    return torch.where((bound > MAX_FP16) & bound.isfinite(), wanted, torch.ones_like(bound))
-
-
-@dataclass(frozen=True)
-class Fp16Operands:
-    """Operands rescaled by powers of two; all on the device. The result is to be divided by `factor`."""
-
-    a: Tensor
-    weight: Tensor
-    factor: Tensor
-    """0-d fp32: the product of both powers of two"""
-    exact: Tensor
-    """0-d bool: no mantissa changed, so fp16 products equal the original ones times `factor`"""
-
-
-def fp16_operands(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Fp16Operands:
-    """bf16 (or fp32, fp16) operands as fp16 under power-of-two factors whose overflow bound fits.
-
-    The weight is scaled to a largest magnitude in [0.5, 1), `a` as high as the bound allows, so that as few
-    values as possible fall among the subnormals, where mantissas would be cut; `exact` says whether none did.
-    Without waiting for the device. Arguments as in :func:`overflow_bound`.
-    """
-    one = torch.ones((), device=a.device)
-    largest = weight.abs().amax().float() if weight.numel() else one
-    usable = largest.isfinite() & (largest > 0)
-    _, exponent = torch.frexp(torch.where(usable, largest, one))
-    w_factor = torch.ldexp(one, -exponent)
-    scaled = weight.float() * w_factor
-    bound = overflow_bound(a, scaled, transpose=transpose, chunk=chunk)
-    _, exponent = torch.frexp(torch.where(bound.isfinite() & (bound > 0), bound / MAX_FP16, one / 2))
-    a_factor = torch.ldexp(one, -exponent.clamp(-100, 100))
-    wide = a.float() * a_factor
-    a16, w16 = wide.half(), scaled.half()
-    exact = (a16.float() == wide).all() & (w16.float() == scaled).all()
-    return Fp16Operands(a16, w16, a_factor * w_factor, exact)
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------------
@@ -173,6 +73,11 @@ class Verdict:
         if self.allowed:
             return "all checks passed"
         return f"{self.checks[-1].name}: {self.checks[-1].detail}"
+
+    @property
+    def runs_on_request(self) -> bool:
+        """Whether an explicit request is honoured: nothing but speed, or no measurement, speaks against it."""
+        return all(check.passed or check.name in ("gain", "record") for check in self.checks)
 
     @property
     def accumulator(self) -> str:
@@ -252,6 +157,24 @@ def identity(device: torch.device) -> dict[str, str] | None:
         return None
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return {"device": uuid, "driver": driver, "build": _C.BUILD_ID}
+
+
+_measuring = contextvars.ContextVar("voxmma_gate_measuring", default=False)
+
+
+def stamp() -> str:
+    """The state of the records, part of the key under which a call's plan is cached; '' when there are none.
+
+    Also '' inside `measure`, whose explicit requests must reach a tile whatever was found before.
+    """
+    if _measuring.get():
+        return ""
+    path = _record_file()
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ""
+    return f"{path}:{found.st_mtime_ns}:{found.st_size}"
 
 
 def _record_file() -> Path:
@@ -369,12 +292,15 @@ def _milliseconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def _gain(tile: Tile, x: Voxels, mapping: KernelMap) -> float:
-    """Time of the fp32-accumulator tile chosen by default, divided by that of `tile`, at its own width."""
+    """Time of the fp32-accumulator tile chosen by default, divided by that of `tile`, at its own width.
+
+    `tile` runs with the overflow rescale, as it does where the automatic rule takes it.
+    """
     channels = max(CHANNELS, min(tile.n, 256))
     given = sweep.draw("fprop", "signed", torch.float16, channels, mapping)
     fp32, fp16 = sweep.MODES["fp16 acc fp32"], sweep.MODES["fp16 acc fp16"]
     base = _milliseconds(lambda: sweep.execute("fprop", fp32, given, x, mapping), 20)
-    with settings.override(fwd_algo_mode=tile.name):
+    with settings.override(fwd_algo_mode=tile.name, fp16_rescale=True):
         return base / _milliseconds(lambda: sweep.execute("fprop", fp16, given, x, mapping), 20)
 
 
@@ -386,6 +312,18 @@ def measure(tile: Tile | None, x: Voxels, repeats: int = 10) -> Verdict:
     Args:
         tile: a compiled tile; None: the CPU path. x: the scene, on the device to judge.
     """
+    token = _measuring.set(True)
+    try:
+        verdict = _measure(tile, x, repeats)
+    finally:
+        _measuring.reset(token)
+    if verdict.checks[-1].name != "ran":  # otherwise nothing was learned about the tile
+        data = {"allowed": verdict.allowed, "checks": [asdict(check) for check in verdict.checks]}
+        _write("tile", verdict.subject, identity(x.device), data)
+    return verdict
+
+
+def _measure(tile: Tile | None, x: Voxels, repeats: int) -> Verdict:
     mapping = kernel_map(x.coord_set, 3)
     mode = sweep.MODES["fp16 acc fp16"]
     name = tile.name if tile is not None else "cpu"
@@ -417,7 +355,7 @@ def measure(tile: Tile | None, x: Voxels, repeats: int = 10) -> Verdict:
                     signed = found.rel_l2 if signed == math.inf else max(signed, found.rel_l2)
     assert worst is not None
     gain = _gain(tile, x, mapping) if tile is not None and x.device.type == "cuda" else None
-    verdict = judge(
+    return judge(
         name,
         "fprop",
         torch.float16,
@@ -428,9 +366,6 @@ def measure(tile: Tile | None, x: Voxels, repeats: int = 10) -> Verdict:
         rel_l2=signed,
         gain=gain,
     )
-    data = {"allowed": verdict.allowed, "checks": [asdict(check) for check in verdict.checks]}
-    _write("tile", name, identity(x.device), data)
-    return verdict
 
 
 def run(

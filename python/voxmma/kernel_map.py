@@ -1,10 +1,9 @@
 """Kernel maps: which input row meets which output row under which kernel offset.
 
-A map is built once for a coordinate set (or a pair of them) and a kernel shape, and cached on the input set.
-It has two
-directions, the second built on demand: the one of the forward pass, and the opposite one, which the input
-gradient and inverse convolutions run over. A symmetric map (submanifold, odd kernel) is its own opposite with
-the offsets mirrored.
+A map is built once for a coordinate set (or a pair of them) and a kernel shape, and cached on one of them.
+It has two directions, each built on demand: from the geometry's inputs to its outputs, and the opposite one,
+which transposed and inverse layers and the input gradient run over. A symmetric map (submanifold, odd kernel)
+is its own opposite with the offsets mirrored.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from voxmma.coords import COORD_MAX, COORD_MIN, CoordSet, pack_axis, pack_batch
+from voxmma.derive import children, windows
 
 if TYPE_CHECKING:
     from voxmma.voxels import Voxels
@@ -56,28 +56,52 @@ class Direction:
 
 
 class MapCore:
-    """Both directions of a map, cached on the input set and not referring to it: no reference cycle."""
+    """Both directions of a map, cached on one of its two sets and not referring to it: no reference cycle.
 
-    def __init__(self, geometry: Geometry, out_coords: CoordSet | None) -> None:
+    `other` is the set it is not cached on (None: one and the same), `flipped` says that it is cached on the
+    output set of its geometry: the finer set was made out of the coarser one.
+    """
+
+    def __init__(self, geometry: Geometry, other: CoordSet | None, flipped: bool = False) -> None:
         self.geometry = geometry
-        self.out_coords = out_coords  # None: the input set itself
+        self.other = other
+        self.flipped = flipped
         offsets = geometry.offsets()
         mirrored = [(-x, -y, -z) for x, y, z in reversed(offsets)]
-        self.symmetric = out_coords is None and geometry.stride == (1, 1, 1) and offsets == mirrored
-        self.forward: Direction | None = None
-        self.backward: Direction | None = None
+        self.symmetric = other is None and geometry.stride == (1, 1, 1) and offsets == mirrored
+        self.sides: dict[bool, Direction] = {}
+        """what has been built, by KernelMap.reverse"""
         self.freed = False
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Cache key on the input set. The core holds the output set, so its id stays its own."""
-        return cache_key(self.geometry, self.out_coords)
+        """Cache key on the owning set. The core holds the other set, so its id stays its own."""
+        return cache_key(self.geometry, self.other, self.flipped)
 
 
-def cache_key(geometry: Geometry, out_coords: CoordSet | None) -> tuple[Any, ...]:
-    """Identity of a map on its input set: the kernel's shape and the output set itself, never its size."""
-    same = (geometry.kernel_size, geometry.stride, geometry.dilation, geometry.padding)
-    return (*same, None if out_coords is None else id(out_coords))
+def cache_key(geometry: Geometry, other: CoordSet | None, flipped: bool = False) -> tuple[Any, ...]:
+    """Identity of a map on the set it is cached on: the kernel's shape and the other set, never its size."""
+    return geometry, None if other is None else id(other), flipped
+
+
+def core_between(fine: CoordSet, coarse: CoordSet, geometry: Geometry, flipped: bool = False) -> MapCore:
+    """The map from `fine` (the geometry's input) to `coarse`, made when there is none.
+
+    Cached on `fine`, or with `flipped` on `coarse`; found on either.
+    """
+    owner, other = (coarse, fine) if flipped else (fine, coarse)
+    if owner is other:
+        flipped = False
+    core = owner.maps.get(cache_key(geometry, None if owner is other else other, flipped))
+    if core is None and owner is not other:
+        core = other.maps.get(cache_key(geometry, owner, not flipped))
+    if core is None:
+        core = MapCore(geometry, None if owner is other else other, flipped)
+        link = coarse.finer
+        if link is not None and link.geometry == geometry and link.came_from(fine):
+            core.sides = link.sides
+        core = owner.maps.setdefault(core.key, core)
+    return core
 
 
 class KernelMap:
@@ -98,7 +122,7 @@ class KernelMap:
         self.out_coords = out_coords
         self._core = core
         self.reverse = reverse
-        """True for the opposite of the direction that was asked for (`kernel_map(...).transposed()`)"""
+        """True for the direction from the geometry's outputs to its inputs: a transposed layer's"""
 
     # ---- facts ---------------------------------------------------------------------------------------------
 
@@ -152,13 +176,17 @@ class KernelMap:
     @property
     def nbytes(self) -> int:
         """Bytes of the directions built so far, without the coordinates and their index."""
-        built = [d for d in (self._core.forward, self._core.backward) if d is not None]
+        built = self._core.sides.values()
         return sum(tensor.numel() * tensor.element_size() for d in built for tensor in d.tensors)
 
     def _direction(self) -> Direction:
-        core = self._core
-        direction = core.backward if self.reverse else core.forward
+        direction = self._core.sides.get(self.reverse)
         return self._build() if direction is None else direction
+
+    @property
+    def _owner(self) -> CoordSet:
+        """The set the map is cached on."""
+        return self.in_coords if self.reverse == self._core.flipped else self.out_coords
 
     @torch.compiler.disable
     def _build(self) -> Direction:
@@ -171,10 +199,7 @@ class KernelMap:
         with torch.inference_mode(False), torch.no_grad():
             build = _build_cuda if self.device.type == "cuda" else _build_cpu
             made = build(self.in_coords, self.out_coords, self.offsets, mul, div, self.symmetric)
-        if self.reverse:
-            core.backward = made
-        else:
-            core.forward = made
+        core.sides[self.reverse] = made
         return made
 
     def transposed(self) -> KernelMap:
@@ -187,15 +212,7 @@ class KernelMap:
 
     def neighbor_table(self) -> torch.Tensor:
         """(K, n_out) int32 input row of each offset and output row, -1 = none, on the map's device."""
-        if self.device.type == "cuda":
-            from voxmma import _C
-
-            return _C.plan_to_table(self.tensors, self.out_coords.num)
-        in_rows, out_rows, kptr = self.tensors
-        table = torch.full((self.kernel_volume, self.out_coords.num), -1, dtype=torch.int32)
-        offset = torch.repeat_interleave(torch.arange(self.kernel_volume), kptr.diff())
-        table[offset, out_rows] = in_rows.int()
-        return table
+        return neighbor_table(self.tensors, self.kernel_volume, self.out_coords.num)
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(in_rows, out_rows), both int64, of every offset, output rows ascending."""
@@ -248,7 +265,7 @@ class KernelMap:
         return hash((id(self._core), self.reverse))
 
     def __repr__(self) -> str:
-        direction = self._core.backward if self.reverse else self._core.forward
+        direction = self._core.sides.get(self.reverse)
         state = "freed" if self._core.freed else f"pairs={direction.num_pairs}" if direction else "not built"
         return (
             f"KernelMap(kernel_size={self.kernel_size}, stride={self.stride}, dilation={self.dilation}, "
@@ -265,19 +282,18 @@ class KernelMap:
         inputs, outputs = self.in_coords.to(device), self.out_coords.to(device)
         if inputs is self.in_coords:
             return self
-        owner, other = (outputs, inputs) if self.reverse else (inputs, outputs)
         core = self._core
+        owner, other = (inputs, outputs) if self.reverse == core.flipped else (outputs, inputs)
         if core.freed:
             raise RuntimeError("this kernel map was freed; kernel_map() builds it anew")
-        moved = MapCore(core.geometry, None if core.out_coords is None else other)
+        moved = MapCore(core.geometry, None if core.other is None else other, core.flipped)
         moved = owner.maps.setdefault(moved.key, moved)
         if owner.device.type == self.device.type:
             with torch.inference_mode(False), torch.no_grad():
-                for name in ("forward", "backward"):
-                    source: Direction | None = getattr(core, name)
-                    if source is not None and getattr(moved, name) is None:
+                for reverse, source in core.sides.items():
+                    if reverse not in moved.sides:
                         tensors = [tensor.to(owner.device) for tensor in source.tensors]
-                        setattr(moved, name, Direction(tensors, source.num_pairs))
+                        moved.sides[reverse] = Direction(tensors, source.num_pairs)
         return KernelMap(inputs, outputs, moved, self.reverse)._built()
 
     def _built(self) -> KernelMap:
@@ -286,9 +302,9 @@ class KernelMap:
 
     def free(self) -> None:
         """Releases both directions and uncaches the map. Autograd graphs that hold its tensors keep them."""
-        core, owner = self._core, self.out_coords if self.reverse else self.in_coords
+        core, owner = self._core, self._owner
         core.freed = True
-        core.forward = core.backward = None
+        core.sides.clear()
         if owner.maps.get(core.key) is core:
             del owner.maps[core.key]
 
@@ -300,11 +316,10 @@ class KernelMap:
         """
         if self.device.type == "cpu":
             self._direction()
-            built = [d for d in (self._core.forward, self._core.backward) if d is not None]
             for tensor in (
                 self.in_coords.coords,
                 self.out_coords.coords,
-                *(tensor for d in built for tensor in d.tensors),
+                *(tensor for d in self._core.sides.values() for tensor in d.tensors),
             ):
                 tensor.share_memory_()
         return self
@@ -317,21 +332,17 @@ class KernelMap:
             self.in_coords,
             self.out_coords,
             core.geometry,
-            core.forward,
-            core.backward,
+            core.sides,
             self.reverse,
+            core.flipped,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KernelMap:
         """An independent, uncached map on the same coordinate sets."""
-        core = MapCore(self._core.geometry, self._core.out_coords)
+        core = MapCore(self._core.geometry, self._core.other, self._core.flipped)
         core.freed = self._core.freed
-        for name in ("forward", "backward"):
-            source: Direction | None = getattr(self._core, name)
-            if source is not None:
-                setattr(
-                    core, name, Direction([tensor.clone() for tensor in source.tensors], source.num_pairs)
-                )
+        for reverse, source in self._core.sides.items():
+            core.sides[reverse] = Direction([tensor.clone() for tensor in source.tensors], source.num_pairs)
         return KernelMap(self.in_coords, self.out_coords, core, self.reverse)
 
 
@@ -339,14 +350,15 @@ def _restore(
     in_coords: CoordSet,
     out_coords: CoordSet,
     geometry: Geometry,
-    forward: Direction | None,
-    backward: Direction | None,
+    sides: dict[bool, Direction],
     reverse: bool,
+    flipped: bool,
 ) -> KernelMap:
-    """Unpickles a map without building anything, and puts it into the cache of its input set."""
-    core = MapCore(geometry, None if in_coords is out_coords else (in_coords if reverse else out_coords))
-    core.forward, core.backward = forward, backward
-    (out_coords if reverse else in_coords).maps.setdefault(core.key, core)
+    """Unpickles a map without building anything, and puts it into the cache of its set."""
+    owner, other = (in_coords, out_coords) if reverse == flipped else (out_coords, in_coords)
+    core = MapCore(geometry, None if owner is other else other, flipped)
+    core.sides = sides
+    owner.maps.setdefault(core.key, core)
     return KernelMap(in_coords, out_coords, core, reverse)
 
 
@@ -358,52 +370,101 @@ def kernel_map(
     stride: int | Sequence[int] = 1,
     padding: int | Sequence[int] | None = None,
     out_coords: CoordSet | Voxels | None = None,
+    transposed: bool = False,
+    generative: bool = False,
+    max_voxels: int | None = None,
 ) -> KernelMap:
-    """The kernel map of a convolution, built on first use and cached on the input coordinate set.
+    """The kernel map of a convolution or pooling layer, built on first use and cached on a coordinate set.
 
     Output row i meets, under kernel position k (from 0), the input row at `out_i * stride - padding + k *
-    dilation` of the same sample. Alone, `kernel_map(coords, 3)` is the submanifold map: the outputs are the
-    inputs.
+    dilation` of the same sample; transposed, the input row j for which `in_j * stride - padding + k *
+    dilation` is output i. The outputs are, in this order of preference:
+
+    - `out_coords`;
+    - not transposed: with stride 1 the inputs themselves (submanifold); with another stride, or generative,
+      every site whose window holds an input (on a grid without borders);
+    - transposed: with stride 1 the inputs themselves; else, unless generative, the finer set that strided
+      layers of this total stride made `in_coords` from; else every site that an input reaches.
+
+    Sets made here are sorted by (batch, x, y, z), and made once for an input set and a kernel. On a GPU that
+    reads back one number (how many), building a map another (how large its plan is).
 
     Args:
         in_coords: input coordinates (a Voxels stands for its coordinate set).
         kernel_size: 1 to 9 per axis, one int or three. Odd kernels are centred, even ones start at 0.
         dilation: 1 or more per axis.
-        stride: 1 to 4096 per axis; other than 1 only together with `out_coords`.
+        stride: 1 to 4096 per axis.
         padding: default (kernel_size // 2) * dilation for odd and 0 for even sizes.
-        out_coords: output coordinates, default the inputs. Another object is another set, however equal.
+        out_coords: output coordinates. Another object is another set, however equal.
+        transposed, generative: see above.
+        max_voxels: most voxels a set made here may have, default 2^26.
 
     Raises:
         TypeError, ValueError: naming the argument: wrong type, out of range, sets on two devices or of two
-            batch sizes, a stride without `out_coords`.
+            batch sizes; more than `max_voxels` outputs, before they come into being.
         RuntimeError: the coordinates are on a GPU and this build has no CUDA kernels.
     """
     source = _coord_set(in_coords, "in_coords")
-    target = source if out_coords is None else _coord_set(out_coords, "out_coords")
     size = _triple(kernel_size, "kernel_size", 1, MAX_KERNEL)
     step = _triple(stride, "stride", 1, MAX_STRIDE)
     spread = _triple(dilation, "dilation", 1, MAX_OFFSET)
-    if padding is None:
-        x, y, z = (k // 2 * d if k % 2 else 0 for k, d in zip(size, spread, strict=True))
-        pad = x, y, z
-    else:
-        pad = _triple(padding, "padding", -MAX_OFFSET, MAX_OFFSET)
+    pad = padding_triple(padding, size, spread)
     for k, d, p in zip(size, spread, pad, strict=True):
         if (k - 1) * d - p > MAX_OFFSET:
             raise ValueError(f"dilation {spread} with kernel_size {size} reaches offsets above {MAX_OFFSET}")
-    if out_coords is None and step != (1, 1, 1):
-        raise ValueError(f"out_coords is needed for stride {step}")
+    geometry = Geometry(size, step, spread, pad)
+    flipped = False  # cached on the set that the other one was made from
+    if out_coords is not None:
+        target = _coord_set(out_coords, "out_coords")
+    elif step == (1, 1, 1) and not generative:
+        target = source
+    elif not transposed:
+        target = windows(source, geometry, max_voxels)
+    else:
+        finer = None if generative else finer_set(source, step)
+        flipped = finer is None
+        target = children(source, geometry, max_voxels) if finer is None else finer
     if source.device != target.device:
         raise ValueError(f"out_coords is on {target.device}, in_coords is on {source.device}")
     if source.batch_size != target.batch_size:
         raise ValueError(f"out_coords has {target.batch_size} samples, in_coords has {source.batch_size}")
-    geometry = Geometry(size, step, spread, pad)
-    other = None if target is source else target
-    key = cache_key(geometry, other)
-    core = source.maps.get(key)
-    if core is None:
-        core = source.maps.setdefault(key, MapCore(geometry, other))
-    return KernelMap(source, target, core)._built()
+    fine, coarse = (target, source) if transposed else (source, target)
+    made = KernelMap(source, target, core_between(fine, coarse, geometry, flipped), transposed)
+    if made.symmetric:
+        made.reverse = False  # one direction serves both
+    return made._built()
+
+
+def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
+    """The set that strided layers of this total stride made `coarse` from, None when there is none."""
+    total, found = (1, 1, 1), coarse
+    while total != stride:
+        if found.finer is None or any(t > s for t, s in zip(total, stride, strict=True)):
+            return None
+        x, y, z = (t * s for t, s in zip(total, found.finer.geometry.stride, strict=True))
+        total, found = (x, y, z), found.finer.get()
+    return found
+
+
+def padding_triple(padding: int | Sequence[int] | None, size: Triple, dilation: Triple) -> Triple:
+    """`padding` per axis, or its default: (size // 2) * dilation for odd sizes, 0 for even ones."""
+    if padding is not None:
+        return _triple(padding, "padding", -MAX_OFFSET, MAX_OFFSET)
+    x, y, z = (k // 2 * d if k % 2 else 0 for k, d in zip(size, dilation, strict=True))
+    return x, y, z
+
+
+def neighbor_table(tensors: list[torch.Tensor], kernel_volume: int, n_out: int) -> torch.Tensor:
+    """KernelMap.neighbor_table() from the tensors of a map. Does not wait for a GPU."""
+    if tensors[0].is_cuda:
+        from voxmma import _C
+
+        return _C.plan_to_table(tensors, n_out)
+    in_rows, out_rows, kptr = tensors
+    table = torch.full((kernel_volume, n_out), -1, dtype=torch.int32)
+    offset = torch.repeat_interleave(torch.arange(kernel_volume), kptr.diff())
+    table[offset, out_rows] = in_rows.int()
+    return table
 
 
 def _coord_set(value: CoordSet | Voxels, name: str) -> CoordSet:
@@ -433,7 +494,7 @@ def _build_cuda(
     """The tile plan; symmetry saves nothing there."""
     from voxmma import _C
 
-    add = torch.tensor(offsets, dtype=torch.int32).to(in_coords.device)
+    add = torch.tensor(offsets, dtype=torch.int32).to(in_coords.device, non_blocking=True)
     keys, rows, _ = in_coords.hash_index()
     order = out_coords.hash_index().order
     *tensors, pairs = _C.build_plan(

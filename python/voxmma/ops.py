@@ -7,8 +7,10 @@ Accumulation on the CPU. Half-precision inputs are multiplied and summed in fp32
 end, fp32 in fp32, fp64 in fp64, by torch's own (multi-threaded) GEMM per kernel offset.
 ``accumulator='fp16'`` is emulated, so that its error can be seen without a GPU: the running sum is rounded
 to fp16 after each offset's product, whose inner sum over the channels stays in fp32. ``'fp16_promoted'``
-rounds each offset's product to fp16 and adds it in fp32. Rows of one offset are distinct, so no order of
-addition is left to chance: results are equal from run to run.
+rounds the product of each chunk of channels of an offset to fp16 and adds it in fp32; the tile names the
+chunk: ``cpu_p32``, ``cpu_p64``, ``cpu_p128`` or ``cpu_poff`` (all channels of an offset). ``cpu_tf32`` rounds
+fp32 operands to the nearest TF32 number first, as a single-pass TF32 tile does. Rows of one offset are
+distinct, so no order of addition is left to chance: results are equal from run to run.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ except ImportError as error:
     raise ImportError(
         f"voxmma's compiled part cannot be loaded with torch {torch.__version__} ({error}): {_REBUILD}"
     ) from error
-if (
-    _C.TORCH_VERSION.split(".")[:2] != torch.__version__.split(".")[:2]
-):  # C++ interfaces change
+if _C.TORCH_VERSION.split(".")[:2] != torch.__version__.split(".")[:2]:  # C++ interfaces change
     raise ImportError(
         f"voxmma was built for torch {_C.TORCH_VERSION}, this is torch {torch.__version__}: {_REBUILD}"
     )
+
+from voxmma.accuracy import quantise
 
 __all__: list[str] = []
 
@@ -78,14 +80,18 @@ def _conv_cpu(
     wgrad_tile: str,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    volume, groups, _, c_out = _C.check_conv(x, weight, bias, map, n_out, transpose, accumulator, out_dtype)
-    _check_tile(tile)
+    volume, groups, c_in, c_out = _C.check_conv(
+        x, weight, bias, map, n_out, transpose, accumulator, out_dtype
+    )
+    chunk = _check_tile(tile, accumulator, x.dtype) or c_in
     in_rows, out_rows, kptr = map
     start: list[int] = kptr.tolist()
     compute = _compute_type(x)
     features = x.to(compute)
     # Rounded to x's type first, as the GPU does, then exact in the compute type.
     weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:]).contiguous()
+    if tile == "cpu_tf32":
+        features, weights = quantise(features, "tf32"), quantise(weights, "tf32")
     if transpose:
         weights = weights.transpose(2, 3)
     y = torch.zeros((n_out, groups * c_out), dtype=compute)
@@ -95,12 +101,17 @@ def _conv_cpu(
         if begin == end:
             continue
         outs = out_rows[begin:end]
-        part = _product(features.index_select(0, in_rows[begin:end]), weights[k])
+        rows = features.index_select(0, in_rows[begin:end])
+        if accumulator == "fp16_promoted":
+            for first in range(0, c_in, chunk):
+                piece = rows.view(-1, groups, c_in)[..., first : first + chunk].flatten(1)
+                part = _product(piece, weights[k][:, first : first + chunk])
+                y.index_add_(0, outs, part.half().to(compute))
+            continue
+        part = _product(rows, weights[k])
         if accumulator == "fp16":
             part += y.index_select(0, outs)
             y.index_copy_(0, outs, part.half().to(compute))
-        elif accumulator == "fp16_promoted":
-            y.index_add_(0, outs, part.half().to(compute))
         else:
             y.index_add_(0, outs, part)
     if bias is not None:
@@ -122,11 +133,13 @@ def _conv_wgrad_cpu(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     c_in, c_out = _C.check_wgrad(x, dy, map, kernel_volume, groups, accumulator, out_dtype)
-    _check_tile(tile)
+    _check_tile(tile, "fp64" if x.dtype == torch.float64 else "fp32", x.dtype)
     in_rows, out_rows, kptr = map
     start: list[int] = kptr.tolist()
     compute = _compute_type(x)  # fp32 at least, whatever `accumulator` says
     features, grads = x.to(compute), dy.to(compute)
+    if tile == "cpu_tf32":
+        features, grads = quantise(features, "tf32"), quantise(grads, "tf32")
     dw = torch.zeros((kernel_volume, groups, c_in, c_out), dtype=compute)
     for k in range(kernel_volume):
         begin, end = start[k], start[k + 1]
@@ -136,9 +149,23 @@ def _conv_wgrad_cpu(
     return (dw.squeeze(1) if groups == 1 else dw).to(out_dtype or x.dtype)
 
 
-def _check_tile(tile: str) -> None:
-    if tile != "cpu":
-        raise RuntimeError(f"tile={tile!r} with tensors on the CPU, whose only tile is 'cpu'")
+_CHUNKS = {"cpu_p32": 32, "cpu_p64": 64, "cpu_p128": 128, "cpu_poff": 0}
+
+
+def _check_tile(tile: str, accumulator: str, dtype: torch.dtype) -> int:
+    """The chunk of a CPU tile (0: all channels); RuntimeError when the tile is not this call's."""
+    if accumulator == "fp16_promoted":
+        if tile in _CHUNKS:
+            return _CHUNKS[tile]
+        names = ", ".join(_CHUNKS)
+        raise RuntimeError(f"tile={tile!r} on the CPU with promoted accumulators: expected one of {names}")
+    if tile != "cpu" and not (tile == "cpu_tf32" and dtype == torch.float32):
+        tf32 = " or 'cpu_tf32'" if dtype == torch.float32 else ""
+        raise RuntimeError(
+            f"tile={tile!r} with tensors on the CPU, whose tile for {dtype} and {accumulator} accumulators is "
+            f"'cpu'{tf32}"
+        )
+    return 0
 
 
 _LIBRARY.impl("conv", _conv_cpu, "CPU")

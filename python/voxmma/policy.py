@@ -39,6 +39,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from voxmma import settings, torchflags
+from voxmma.call import fp16_accum_flag
 
 __all__ = [
     "AppliedPolicy",
@@ -436,7 +437,8 @@ _FUNCTIONS: dict[OpKind, frozenset[str]] = {
         linear bilinear matmul mm bmm addmm baddbmm addbmm addmv mv dot vdot inner outer einsum tensordot kron
         conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution
         scaled_dot_product_attention multi_head_attention_forward multi_dot chain_matmul lstm gru rnn_tanh
-        rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"""
+        rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell frozen_linear
+        frozen_matmul frozen_convolution frozen_attention"""
     ),
     OpKind.Reduction: _names(
         """sum nansum mean nanmean prod std var std_mean var_mean norm linalg_norm linalg_vector_norm
@@ -487,7 +489,7 @@ _NEUTRAL = _names(
     bitwise_or bitwise_not bitwise_xor and or xor invert floordiv floor_divide get set delete len repr str
     format hash bool int float index contains iter dir deepcopy reduce_ex reduce setstate promote_types
     result_type can_cast record_stream untyped_storage storage getattr setattr is_grad_enabled assert_async
-    _assert_async zeros_like ones_like empty_like full_like rand_like randn_like"""
+    _assert_async _assert_tensor_metadata zeros_like ones_like empty_like full_like rand_like randn_like"""
 )
 
 # Reductions whose PyTorch kernels read 16-bit operands and add up in float32.
@@ -568,7 +570,7 @@ _MODULES: tuple[tuple[OpKind, tuple[type[nn.Module], ...]], ...] = (
 )
 
 
-def _is_sparse_conv(module: nn.Module) -> bool:
+def is_sparse_conv(module: nn.Module) -> bool:
     """A sparse convolution layer, by the attributes a policy sets on it."""
     return all(hasattr(module, name) for name in ("use_fp16_accum", "accumulator", "compute_dtype", "weight"))
 
@@ -606,7 +608,7 @@ def kind_of(target: Any) -> OpKind | None:
     An unknown kind is treated as float32 everywhere (`PrecisionPolicy.precision_for` of None is F32).
     """
     if isinstance(target, nn.Module):
-        if _is_sparse_conv(target):
+        if is_sparse_conv(target):
             return OpKind.Compute
         return next((kind for kind, classes in _MODULES if isinstance(target, classes)), None)
     return _KIND_BY_NAME.get(_op_name(target) or "")
@@ -913,18 +915,25 @@ def activate(policy: PrecisionPolicy, switches_only: bool = False) -> AppliedPol
     return applied
 
 
-def _set_sparse_layer(layer: nn.Module, policy: PrecisionPolicy, undo: contextlib.ExitStack) -> str:
+def set_sparse_layer(
+    layer: nn.Module, policy: PrecisionPolicy, undo: contextlib.ExitStack | None = None
+) -> str:
     """Sets the precision attributes of a sparse convolution layer and returns the remark for its row."""
     spec = policy.forward
     if policy.dgrad.accumulator_name != spec.accumulator_name:
         raise PolicyError("sparse layers use one accumulator for forward and dgrad; the policy asks for two")
-    wanted = {
+    wanted: dict[str, Any] = {
         "use_fp16_accum": spec.accumulator is Precision.F16,
-        "accumulator": spec.accumulator_name if spec.chunk is not None else None,
+        "accumulator": f"{spec.accumulator_name}:{spec.chunk}" if spec.chunk is not None else None,
         "compute_dtype": spec.input.dtype,
     }
+    try:
+        fp16_accum_flag(wanted["use_fp16_accum"], wanted["accumulator"])
+    except ValueError as error:
+        raise PolicyError(f"sparse layers cannot follow {policy}: {error}") from None
     for name, value in wanted.items():
-        undo.callback(setattr, layer, name, getattr(layer, name))
+        if undo is not None:
+            undo.callback(setattr, layer, name, getattr(layer, name))
         setattr(layer, name, value)
     return f"accumulator {spec.accumulator_name}"
 
@@ -980,8 +989,8 @@ def apply_policy(
             if kind is None and any(True for _ in part.children()):
                 continue
             note = "" if kind is not None else "unknown class: its functions decide, unknown ones run in f32"
-            if _is_sparse_conv(part):
-                note = _set_sparse_layer(part, own, applied._undo)
+            if is_sparse_conv(part):
+                note = set_sparse_layer(part, own, applied._undo)
             precision = own.precision_for(kind).value
             if kind is OpKind.Reduction and own.precision_for(kind).is_half:
                 precision += f", {own.reduction_inside.value} inside"

@@ -95,18 +95,18 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def _is_float(node: fx.Node) -> bool:
+def is_float(node: fx.Node) -> bool:
     value = _value(node)
     return isinstance(value, torch.Tensor) and value.dtype in _CASTABLE
 
 
-def _cast_target(node: fx.Node) -> torch.dtype | None:
+def cast_target(node: fx.Node) -> torch.dtype | None:
     """The dtype a pure dtype conversion converts to; None for any other node."""
     if (
-        not _is_float(node)
+        not is_float(node)
         or not node.args
         or not isinstance(node.args[0], fx.Node)
-        or not _is_float(node.args[0])
+        or not is_float(node.args[0])
     ):
         return None
     before, after = _value(node.args[0]), _value(node)
@@ -148,7 +148,7 @@ def _writes(graph: fx.Graph) -> dict[int, list[int]]:
             continue
         out = node.kwargs.get("out") or (node.args[0] if node.args else node.kwargs.get("input"))
         for operand in [out] if isinstance(out, fx.Node) else list(node.all_input_nodes):
-            if _is_float(operand):
+            if is_float(operand):
                 found.setdefault(_storage(operand), []).append(position)
     return found
 
@@ -165,7 +165,7 @@ def _propagate(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def _count_casts(graph: fx.Graph) -> int:
-    return sum(_cast_target(node) is not None for node in graph.nodes)
+    return sum(cast_target(node) is not None for node in graph.nodes)
 
 
 # ---------------------------------------------------------------- step one: insert
@@ -188,11 +188,11 @@ def _insert_around(gm: fx.GraphModule, node: fx.Node, policy: PrecisionPolicy, r
     if node.op == "output":
         with graph.inserting_before(node):
             node.args = fx.node.map_arg(
-                node.args, lambda n: _cast(n, torch.float32, report) if _is_float(n) else n
+                node.args, lambda n: _cast(n, torch.float32, report) if is_float(n) else n
             )
         report.kinds[OpKind.Boundary.value] += 1
         return
-    if node.op not in ("call_function", "call_method", "call_module") or _cast_target(node) is not None:
+    if node.op not in ("call_function", "call_method", "call_module") or cast_target(node) is not None:
         return
     target = _target(node)
     plan = operand_plan(policy, target, node.args, node.kwargs)
@@ -209,19 +209,19 @@ def _insert_around(gm: fx.GraphModule, node: fx.Node, policy: PrecisionPolicy, r
             fixed: torch.dtype = traced[operand]
             return fixed  # its arguments fix the dtypes it was traced with
         if plan.follow_first:
-            own = position in (0, "out", "input") or not isinstance(first, fx.Node) or not _is_float(first)
+            own = position in (0, "out", "input") or not isinstance(first, fx.Node) or not is_float(first)
             dtype: torch.dtype | None = None if own else _value(first).dtype
             return dtype
         return None if plan.first_only and position not in (0, "input") else plan.dtype
 
     def convert(value: Any, position: int | str) -> Any:
         def one(operand: fx.Node) -> fx.Node:
-            dtype = wanted(operand, position) if _is_float(operand) else None
+            dtype = wanted(operand, position) if is_float(operand) else None
             return operand if dtype is None else _cast(operand, dtype, report)
 
         return fx.node.map_arg(value, one)
 
-    traced = {n: _value(n).dtype for n in node.all_input_nodes if _is_float(n)}
+    traced = {n: _value(n).dtype for n in node.all_input_nodes if is_float(n)}
     with graph.inserting_before(node):
         node.args = tuple(convert(value, i) for i, value in enumerate(node.args))
         node.kwargs = {key: convert(value, key) for key, value in node.kwargs.items()}
@@ -273,12 +273,12 @@ def remove_redundant_casts(gm: fx.GraphModule) -> Counter[str]:
         changed = False
         seen: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         for node in list(graph.nodes):
-            dtype = _cast_target(node)
+            dtype = cast_target(node)
             if dtype is None:
                 continue
             source = node.args[0]
             earlier = seen.get((source, dtype))
-            narrow = source.args[0] if _cast_target(source) is torch.float32 else None
+            narrow = source.args[0] if cast_target(source) is torch.float32 else None
             if _value(source).dtype == dtype:
                 drop(node, source, "same")
             elif narrow and may_widen(node, source, narrow):

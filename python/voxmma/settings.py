@@ -43,6 +43,7 @@ class Settings:
 
     fp16_accum: bool | None = None
     fp32_precision: str | None = None
+    fp16_rescale: bool | None = None
     deterministic: bool | None = None
     fwd_algo_mode: AlgoMode | None = None
     dgrad_algo_mode: AlgoMode | None = None
@@ -113,6 +114,7 @@ def parse_algo_mode(text: str, op: str) -> AlgoMode:
 _ENVIRONMENT = {
     "fp16_accum": ("VOXMMA_USE_FP16_ACCUM", _parse_bool),
     "fp32_precision": ("VOXMMA_FP32_PRECISION", _parse_fp32_precision),
+    "fp16_rescale": ("VOXMMA_FP16_RESCALE", _parse_bool),
     "fwd_algo_mode": ("VOXMMA_FWD_ALGO_MODE", lambda text: parse_algo_mode(text, "fwd")),
     "dgrad_algo_mode": ("VOXMMA_DGRAD_ALGO_MODE", lambda text: parse_algo_mode(text, "dgrad")),
     "wgrad_algo_mode": ("VOXMMA_WGRAD_ALGO_MODE", lambda text: parse_algo_mode(text, "wgrad")),
@@ -167,7 +169,7 @@ def _set(**values: Any) -> Settings:
     for name, value in values.items():
         if value is None:
             checked[name] = None
-        elif name in ("fp16_accum", "deterministic"):
+        elif name in ("fp16_accum", "fp16_rescale", "deterministic"):
             checked[name] = check_flag(value, name)
         elif name == "fp32_precision":
             if value not in FP32_PRECISIONS:
@@ -265,6 +267,20 @@ def resolve_fp16_accum(use_fp16_accum: bool | None, dtype: torch.dtype) -> tuple
 
 
 # ---- the other settings ------------------------------------------------------------------------------------
+
+
+def set_fp16_rescale(value: bool | None) -> None:
+    """Whether calls that compute in fp16 rescale their operands by powers of two, so that no sum overflows.
+
+    Applies to forward and gradients, with either accumulator, and costs a pass over each operand; see
+    voxmma.overflow. None leaves it to VOXMMA_FP16_RESCALE; the default is False.
+    """
+    _set(fp16_rescale=check_flag(value, "value"))
+
+
+def get_fp16_rescale() -> bool:
+    """True where set_fp16_rescale or VOXMMA_FP16_RESCALE asks for it."""
+    return bool(_effective("fp16_rescale"))
 
 
 def set_fp32_precision(value: str | None) -> None:

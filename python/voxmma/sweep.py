@@ -24,11 +24,13 @@ from rich.console import Group
 from rich.table import Table
 from torch import Tensor
 
-from voxmma import _C, accuracy, scenes
+from voxmma import _C, accuracy, scenes, settings
 from voxmma.accuracy import FAMILIES, Bound, Errors
 from voxmma.explain import Record
 from voxmma.kernel_map import KernelMap, kernel_map
 from voxmma.nn.functional import spatially_sparse_conv
+from voxmma.overflow import rescaled_floor
+from voxmma.tiles import CHUNKS, accumulator_label, parse_accumulator
 from voxmma.voxels import Voxels
 
 OPS = ("fprop", "dgrad", "wgrad")
@@ -37,15 +39,17 @@ KERNEL_SIZES = {1: 1, 8: 2, 27: 3, 125: 5}
 
 @dataclass(frozen=True)
 class Mode:
-    """What is asked for: compute dtype and accumulator ('fp32', 'fp16' or 'fp64')."""
+    """What is asked for: compute dtype and accumulator ('fp32', 'fp16', 'fp16_promoted:64', ..., 'fp64')."""
 
     dtype: torch.dtype
     accumulator: str
+    tf32: bool = False
+    """fp32 operands rounded to TF32; the reference takes the rounded ones."""
 
     @property
     def name(self) -> str:
         """Such as 'fp16 acc fp32'."""
-        return f"{accuracy.format_name(self.dtype)} acc {self.accumulator}"
+        return f"{'tf32' if self.tf32 else accuracy.format_name(self.dtype)} acc {self.accumulator}"
 
 
 MODES: dict[str, Mode] = {
@@ -53,8 +57,11 @@ MODES: dict[str, Mode] = {
     for mode in (
         Mode(torch.float16, "fp32"),
         Mode(torch.float16, "fp16"),
+        *(Mode(torch.float16, f"fp16_promoted:{chunk}") for chunk in CHUNKS),
         Mode(torch.bfloat16, "fp32"),
+        Mode(torch.bfloat16, "fp16"),
         Mode(torch.float32, "fp32"),
+        Mode(torch.float32, "fp32", tf32=True),
         Mode(torch.float64, "fp64"),
     )
 }
@@ -141,15 +148,21 @@ class Operands:
 # ---- one case --------------------------------------------------------------------------------------------
 
 
-def draw(op: str, family: str, dtype: torch.dtype, channels: int, mapping: KernelMap) -> Operands:
+def draw(
+    op: str, family: str, dtype: torch.dtype, channels: int, mapping: KernelMap, tf32: bool = False
+) -> Operands:
     """Operands of a case on the map's device; the reduction of `op` sees what the family is about."""
     device = mapping.in_coords.device
     volume, rows = len(mapping.offsets), mapping.in_coords.num
     generator = torch.Generator(device)
     generator.manual_seed(zlib.crc32(f"{op} {family} {channels} {volume}".encode()))
     drawn = FAMILIES[family]
-    first = drawn.activations((rows, channels), dtype, generator, device)
-    weight = drawn.weights((volume, channels, channels), dtype, generator, device)
+
+    def quantised(t: Tensor) -> Tensor:
+        return accuracy.quantise(t, "tf32") if tf32 else t
+
+    first = quantised(drawn.activations((rows, channels), dtype, generator, device))
+    weight = quantised(drawn.weights((volume, channels, channels), dtype, generator, device))
     zeros = torch.zeros_like(first)
     pairs = mapping.pairs()
     if op == "fprop":
@@ -157,7 +170,7 @@ def draw(op: str, family: str, dtype: torch.dtype, channels: int, mapping: Kerne
     if op == "dgrad":
         weight = weight.transpose(-1, -2).contiguous()
         return Operands(zeros, weight, first, *accuracy.reference_dgrad(first, weight, pairs, rows))
-    dy = drawn.gradients((rows, channels), dtype, generator, device)
+    dy = quantised(drawn.gradients((rows, channels), dtype, generator, device))
     weight = torch.zeros(weight.shape, device=device, dtype=torch.promote_types(dtype, torch.float32))
     return Operands(first, weight, dy, *accuracy.reference_wgrad(first, dy, pairs))
 
@@ -168,9 +181,15 @@ def execute(op: str, mode: Mode, given: Operands, x: Voxels, mapping: KernelMap)
     weight = given.weight.clone().requires_grad_(op == "wgrad")
     size = (mapping.kernel_size[0], mapping.kernel_size[1], mapping.kernel_size[2])
     accumulator = None if mode.accumulator == "fp64" else mode.accumulator
-    y = spatially_sparse_conv(
-        x.with_feats(feats), weight, size, accumulator=accumulator, kernel_map=mapping, layer=f"sweep {op}"
-    )
+    with settings.override(fp32_precision="tf32" if mode.tf32 else "ieee"):
+        y = spatially_sparse_conv(
+            x.with_feats(feats),
+            weight,
+            size,
+            accumulator=accumulator,
+            kernel_map=mapping,
+            layer=f"sweep {op}",
+        )
     record = y._record
     assert record is not None
     if op == "fprop":
@@ -193,13 +212,16 @@ def limit_of(op: str, mode: Mode, accumulator: str, channels: int, mapping: Kern
     """The bound of a case that ran with `accumulator`. Weight gradients come out in fp32 (fp64)."""
     n, offsets = reduction(op, channels, mapping)
     wide = torch.promote_types(mode.dtype, torch.float32)
+    name, chunk = parse_accumulator(accumulator)
+    operands: torch.dtype | str = "tf32" if mode.tf32 else mode.dtype
     return accuracy.bound(
-        accumulator,
+        name,
         n,
-        mode.dtype,
+        torch.float16 if name.startswith("fp16") else operands,
         wide if op == "wgrad" else mode.dtype,
         accuracy.arch_of(mapping.in_coords.device),
         offsets=offsets,
+        chunk=chunk,
     )
 
 
@@ -211,8 +233,15 @@ def measure(
     wide = "fp64" if mode.dtype == torch.float64 else "fp32"
     wanted = wide if op == "wgrad" else mode.accumulator
     result, record = execute(op, mode, given, x, mapping)
-    ran = wide if op == "wgrad" else record.accumulator
+    ran = wide if op == "wgrad" else accumulator_label(record.accumulator, record.chunk)
     limit = limit_of(op, mode, ran, channels, mapping)
+    if record.rescaled and op != "wgrad":
+        a, n = (given.x if op == "fprop" else given.dy), reduction(op, channels, mapping)[0]
+        chunk = record.chunk
+        floor = rescaled_floor(limit.floor, n, a, given.weight, transpose=op == "dgrad", chunk=chunk)
+        limit = replace(limit, floor=floor)
+    tile = {"fprop": record.tile, "dgrad": record.dgrad_tile, "wgrad": record.wgrad_tile}[op]
+    as_asked = ran == wanted and mode.tf32 == tile.endswith("_tf32")
     found = accuracy.errors(result, given.y64, given.abs64, limit.floor)
     repeatable = True
     for _ in range(repeats - 1):
@@ -228,12 +257,12 @@ def measure(
         volume=len(mapping.offsets),
         n=reduction(op, channels, mapping)[0],
         accumulator=ran,
-        tile={"fprop": record.tile, "dgrad": record.dgrad_tile, "wgrad": record.wgrad_tile}[op],
+        tile=tile,
         **found.as_dict(),  # type: ignore[arg-type]
         bound=limit.eta,
         ratio=found.max_eta / limit.eta,
         formula=limit.formula,
-        verdict=judge(found, limit, repeatable, "" if ran == wanted else record.reason),
+        verdict=judge(found, limit, repeatable, "" if as_asked else record.reason),
     )
 
 
@@ -261,7 +290,12 @@ def cross_check(rows: Sequence[Row]) -> list[Row]:
     checked = []
     for row in rows:
         other = fp32.get((row.op, row.family, row.channels, row.volume))
-        relevant = row.accumulator == "fp16" and row.family in ("signed", "one_signed") and row.volume >= 8
+        relevant = (
+            row.mode == MODES["fp16 acc fp16"].name
+            and row.accumulator == "fp16"
+            and row.family in ("signed", "one_signed")
+            and row.volume >= 8
+        )
         if relevant and other is not None and row.n >= 4 * row.channels and not row.rel_l2 > other:
             row = replace(row, verdict="no fp16 error: the fp16 accumulator did not run")
         checked.append(row)
@@ -309,13 +343,14 @@ def run(
         for op in grid.ops:
             for channels in grid.channels:
                 for family in grid.families:
-                    given: dict[torch.dtype, Operands] = {}
+                    given: dict[tuple[torch.dtype, bool], Operands] = {}
                     for name in grid.modes:
                         mode = MODES[name]
                         advance(f"{op} {name}, C={channels}, K={volume}, {family}")
-                        if mode.dtype not in given:
-                            given = {mode.dtype: draw(op, family, mode.dtype, channels, mapping)}
-                        rows.append(measure(op, mode, family, given[mode.dtype], x, mapping, repeats))
+                        key = (mode.dtype, mode.tf32)
+                        if key not in given:
+                            given = {key: draw(op, family, mode.dtype, channels, mapping, mode.tf32)}
+                        rows.append(measure(op, mode, family, given[key], x, mapping, repeats))
     rows = cross_check(rows)
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",

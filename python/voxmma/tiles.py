@@ -4,8 +4,14 @@
 call under torch.compile takes the same decision as an eager one. `select_tile` is the selector proper.
 `tiles()` shows the table.
 
-An fp16-accumulator tile can be chosen in three ways only: the request resolved to True; nobody said False and
-an algorithm mode names the tile; nobody said False, the mode is `all`, and a measurement prefers the tile.
+An fp16-accumulator tile can be chosen in these ways only, and never against a False:
+
+* an explicit request (layer or call, run time, environment), unless a measurement on record found the tile
+  wrong on this device; speed is no reason to refuse;
+* an algorithm mode that names fp16-accumulator tiles only;
+* where it is merely admitted (inference mode, mode `all` or a list with other tiles, the small-channel
+  ceiling): if the gate (voxmma.gate) has a verdict on record for this very device that allows it, gain
+  included.
 """
 
 from __future__ import annotations
@@ -28,6 +34,33 @@ _LARGE_SHARED_MEMORY = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3)}
 _MMA_MIN_GROUP_CHANNELS = 8
 #: Fewest reduced channels for which the wgmma pipeline is worth its fill.
 _SM90_MIN_CHANNELS = 16
+#: Fewest channels, on either side of a group, for which three TF32 products beat one plain FMA.
+_3XTF32_MIN_CHANNELS = 64
+
+#: Chunks of promoted fp16 accumulators as they are written: channels between promotions, 'offset' = -1.
+CHUNKS = {"32": 32, "64": 64, "128": 128, "offset": -1}
+DEFAULT_CHUNK = 64
+_PROMOTED = "fp16_promoted"
+
+
+def parse_accumulator(text: str) -> tuple[str, int]:
+    """('fp32', 0), ('fp16', 0), ('fp64', 0) or ('fp16_promoted', chunk) of what `accumulator=` may say.
+
+    'fp16_promoted' alone promotes every 64 channels; 'fp16_promoted:32', ':64', ':128' and ':offset' (once
+    per kernel offset, chunk -1) say it. Raises ValueError naming the choices.
+    """
+    name, _, chunk = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if name == _PROMOTED and (chunk in CHUNKS or text == _PROMOTED):
+        return name, CHUNKS.get(chunk, DEFAULT_CHUNK)
+    if text in ("fp32", "fp16", "fp64"):
+        return text, 0
+    choices = ", ".join(f"{_PROMOTED}:{name}" for name in CHUNKS)
+    raise ValueError(f"accumulator must be one of fp32, fp16, {choices} or None, got {text!r}")
+
+
+def accumulator_label(name: str, chunk: int = 0) -> str:
+    """The inverse of parse_accumulator: such as 'fp16_promoted:64'."""
+    return f"{name}:{'offset' if chunk == -1 else chunk}" if name == _PROMOTED else name
 
 
 @dataclass(frozen=True)
@@ -52,9 +85,16 @@ class Tile:
     arch: int
 
     @property
+    def scheme(self) -> str:
+        """How fp32 inputs reach the matrix unit: '3xtf32', 'tf32' (operands rounded), or '' (they do not)."""
+        tail = self.name.rpartition("_")[2]
+        return tail if tail in ("3xtf32", "tf32") else ""
+
+    @property
     def needs_large_shared_memory(self) -> bool:
-        """More than 99 KB a block: fprop with 64-channel chunks, wgrad with two stages (plain FMAs never)."""
-        return self.atom != "SIMT" and (self.k > 32 if self.op == "fprop" else self.stages > 1)
+        """More than 99 KB a block: fprop with 128-byte chunks, wgrad with two stages (plain FMAs never)."""
+        row_bytes = self.k * (4 if self.input == "fp32" else 2)
+        return self.atom != "SIMT" and (row_bytes > 64 if self.op == "fprop" else self.stages > 1)
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether a device of this compute capability can run this build's kernel."""
@@ -75,9 +115,11 @@ class Tile:
         if self.atom == "SIMT":
             small = f", groups with fewer than {_MMA_MIN_GROUP_CHANNELS} channels"
             return "any C" + (small if self.input in ("fp16", "bf16") else "")
-        if self.op == "wgrad":
+        if self.scheme == "3xtf32":
+            return f"C >= {_3XTF32_MIN_CHANNELS}"
+        if self.op == "wgrad" or self.scheme:
             return "any C"
-        largest = max(tile.n for tile in compiled() if tile.op == "fprop")
+        largest = max(tile.n for tile in compiled() if (tile.op, tile.accum) == ("fprop", self.accum))
         columns = "any C_out" if self.n == largest else f"C_out <= {self.n}"
         return f"{columns}, C_in {'% 64 = 0 or > 96' if self.k == 64 else '<= 96'}"
 
@@ -86,6 +128,17 @@ class Tile:
 def compiled() -> tuple[Tile, ...]:
     """The kernels in this build, in table order; empty in a build without CUDA."""
     return tuple(Tile(input=row.pop("dtype"), **row) for row in map(dict, _C.kernel_configs()))
+
+
+@functools.lru_cache(maxsize=256)
+def chunk_of(tile: str) -> int:
+    """Channels between promotions of a tile's fp16 accumulator (0 never, -1 every offset), by its name.
+
+    On the CPU the name says it: 'cpu_p32', 'cpu_p64', 'cpu_p128', 'cpu_poff'.
+    """
+    if tile.startswith("cpu_p"):
+        return -1 if tile == "cpu_poff" else int(tile.removeprefix("cpu_p"))
+    return next((row.promote for row in compiled() if row.name == tile), 0)
 
 
 def built_for(capability: tuple[int, int]) -> bool:
@@ -101,7 +154,7 @@ def built_for(capability: tuple[int, int]) -> bool:
 
 @dataclass(frozen=True)
 class TileChoice:
-    """A tile name ('cpu' on the CPU) and why it was chosen."""
+    """A tile name ('cpu', 'cpu_p64', 'cpu_tf32', ... on the CPU) and why it was chosen."""
 
     name: str
     reason: str
@@ -124,26 +177,33 @@ def select_tile(
     groups: int = 1,
     target: torch.device | str | tuple[int, int] = "cpu",
     mode: AlgoMode = ("auto",),
+    fp32_precision: str = "ieee",
 ) -> TileChoice:
     """Chooses the tile of one operation.
 
     Args:
         op: 'fwd', 'dgrad' or 'wgrad'.
         dtype: compute dtype.
-        accumulator: 'fp32', 'fp16' or 'fp64'; only tiles with this accumulator are considered.
+        accumulator: 'fp32', 'fp16', 'fp64' or 'fp16_promoted:64' and the like (parse_accumulator); only tiles
+            with this accumulator and chunk are considered.
         c_in, c_out: channels of the layer (all groups together), whatever `op` is.
         target: a device, or a compute capability such as (9, 0).
         mode: the tile pool, as settings.get_algo_mode(op) gives it. Names limit the pool to tiles that can
             run this call; when none can, the whole pool is used and the reason says so.
+        fp32_precision: for fp32 inputs: 'ieee' never takes a single-pass TF32 tile, 'tf32' takes one where
+            there is one.
 
     Raises RuntimeError naming what is missing when this build has no kernel for the call.
     """
     if op not in settings.OPS:
         raise ValueError(f"op must be one of {', '.join(settings.OPS)}, got {op!r}")
+    accum, chunk_wanted = parse_accumulator(accumulator)
+    tf32 = dtype == torch.float32 and fp32_precision == "tf32"
     if not isinstance(target, tuple):
         target = torch.device(target)
         if target.type == "cpu":
-            return TileChoice("cpu", "CPU path")
+            suffix = f"_p{'off' if chunk_wanted == -1 else chunk_wanted}" if chunk_wanted else ""
+            return TileChoice(f"cpu{'_tf32' if tf32 else suffix}", "CPU path")
         target = torch.cuda.get_device_capability(target)
     kind = "wgrad" if op == "wgrad" else "fprop"
     reduced, written = (
@@ -153,9 +213,15 @@ def select_tile(
     pool = [
         tile
         for tile in compiled()
-        if (tile.op, tile.input, tile.accum) == (kind, DTYPE_NAMES[dtype], accumulator)
+        if (tile.op, tile.input, tile.accum) == (kind, DTYPE_NAMES[dtype], accum)
+        and tile.promote == chunk_wanted
         and tile.runs_on(target)
     ]
+    single_pass = [tile for tile in pool if tile.scheme == "tf32"]
+    tf32 = tf32 and bool(single_pass)
+    pool = [t for t in pool if t.scheme == "tf32" or t.atom == "SIMT"] if tf32 else [
+        tile for tile in pool if tile not in single_pass
+    ]  # fmt: skip
     if not pool:
         built = f"for {', '.join(_C.CUDA_ARCHS)}" if compiled() else "without CUDA"
         raise RuntimeError(
@@ -173,7 +239,8 @@ def select_tile(
         )
         pool = named or pool
 
-    small = groups > 1 and min(reduced, written) < _MMA_MIN_GROUP_CHANNELS
+    least = _3XTF32_MIN_CHANNELS if dtype == torch.float32 and not tf32 else _MMA_MIN_GROUP_CHANNELS
+    small = (groups > 1 or least == _3XTF32_MIN_CHANNELS) and min(reduced, written) < least
     chunk = 64 if reduced % 64 == 0 or reduced > 96 else 32
 
     def rank(tile: Tile) -> tuple[Any, ...]:
@@ -191,11 +258,17 @@ def select_tile(
 
     best = min(pool, key=rank)
     if best.atom == "SIMT":
-        why = (
-            f"groups of {min(reduced, written)} channels"
-            if small
-            else f"{DTYPE_NAMES[dtype]} runs on plain FMAs"
+        if groups > 1 and small:
+            why = f"groups of {min(reduced, written)} channels"
+        elif small and any(tile.scheme for tile in pool):
+            why = f"fp32 below {_3XTF32_MIN_CHANNELS} channels runs on plain FMAs"
+        else:
+            why = f"{DTYPE_NAMES[dtype]} runs on plain FMAs"
+    elif best.scheme:
+        passes = (
+            "three TF32 products, ieee accuracy" if best.scheme == "3xtf32" else "operands rounded to tf32"
         )
+        why = f"{passes}; {written} output and {reduced} reduced channels on sm_{target[0]}{target[1]}"
     else:
         why = f"{written} output and {reduced} reduced channels on sm_{target[0]}{target[1]}"
     return TileChoice(best.name, why + note)
@@ -217,6 +290,7 @@ def plan_call(
     groups: int,
     target: torch.device | tuple[int, int],
     pools: Pools = DEFAULT_POOLS,
+    chunk: int = 0,
 ) -> Plan:
     """Decides one convolution call.
 
@@ -224,13 +298,37 @@ def plan_call(
         dtype: compute dtype; requested, decided_by: what settings.resolve_fp16_accum answered.
         c_in, c_out, groups: channels of the layer; target: device, or compute capability.
         pools: what settings.get_pools() answered.
+        chunk: of a promoted fp16 accumulator, when `requested` asks for that; 0 = not promoted.
 
     Returns:
         (accumulator, reason, tile, dgrad_tile, wgrad_tile), all strings. Forward and input gradient run with
         the one accumulator; the weight gradient's tile accumulates in fp32 (fp64 for fp64) whatever was
-        requested.
+        requested. For bf16 and an fp16 accumulator the first two tiles take fp16 operands: such a call runs
+        through voxmma.overflow.conv_rescaled (see `rescaled`).
     """
-    return _plan_call(dtype, requested, decided_by, c_in, c_out, groups, target, pools)
+    evidence = ""
+    admits = requested or pools[0][0] not in ("auto", "trimmed") or pools[3] > 0
+    if admits and dtype in _HALF and isinstance(target, torch.device) and target.type == "cuda":
+        from voxmma import gate
+
+        evidence = gate.stamp()
+    return _plan_call(dtype, requested, decided_by, c_in, c_out, groups, target, pools, chunk, evidence)
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def rescaled(dtype: torch.dtype, accumulator: str, decided_by: str, fp16_rescale: bool) -> bool:
+    """Whether a planned call must run through voxmma.overflow.conv_rescaled.
+
+    bf16 operands with an fp16 accumulator have no other way. fp16 accumulators that no flag asked for get the
+    overflow certificate of the gate by it. All other fp16 calls take it where settings.set_fp16_rescale asks.
+    """
+    if dtype == torch.float16 and fp16_rescale:
+        return True
+    return accumulator.startswith("fp16") and (
+        dtype == torch.bfloat16 or decided_by in ("inference_mode", "default")
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -243,63 +341,96 @@ def _plan_call(
     groups: int,
     target: torch.device | tuple[int, int],
     pools: Pools,
+    chunk: int,
+    evidence: str,
 ) -> Plan:
+    """`evidence`: the state of the gate's records (gate.stamp()), so that new verdicts are seen; '' = none."""
     fwd_mode, dgrad_mode, wgrad_mode, small_ch_ceil, fp32_precision = pools
     on_cpu = isinstance(target, torch.device) and target.type == "cpu"
     exact = "fp64" if dtype == torch.float64 else "fp32"
     shape = (c_in, c_out, groups, target)
+    narrow = accumulator_label(_PROMOTED, chunk) if chunk else "fp16"
 
     def tiles_for(accumulator: str, reason: str) -> Plan:
-        forward = select_tile("fwd", dtype, accumulator, *shape, fwd_mode)
-        dgrad = select_tile("dgrad", dtype, accumulator, *shape, dgrad_mode)
-        wgrad = select_tile("wgrad", dtype, exact, *shape, wgrad_mode)
+        operands = dtype if accumulator == exact else torch.float16
+        forward = select_tile("fwd", operands, accumulator, *shape, fwd_mode, fp32_precision)
+        dgrad = select_tile("dgrad", operands, accumulator, *shape, dgrad_mode, fp32_precision)
+        wgrad = select_tile("wgrad", dtype, exact, *shape, wgrad_mode, fp32_precision)
         reasons = [reason, forward.reason]
         for choice, mode in ((dgrad, dgrad_mode), (wgrad, wgrad_mode)):
             reasons += [] if mode[0] in settings.ALGO_MODE_WORDS else [choice.reason]
-        return accumulator, "; ".join(reasons), forward.name, dgrad.name, wgrad.name
+        accum = parse_accumulator(accumulator)[0]
+        return accum, "; ".join(reasons), forward.name, dgrad.name, wgrad.name
 
-    def fp16_runs() -> str | None:
-        """Why no fp16-accumulator tile can run this call; None when one can."""
+    def refused(automatic: bool) -> str | None:
+        """Why no fp16-accumulator tile may run this call; None when one may.
+
+        With `automatic`, evidence that is missing counts against the tile; without, only evidence of errors.
+        """
         try:
-            for op in ("fwd", "dgrad"):
-                select_tile(op, dtype, "fp16", *shape)
+            chosen = [
+                select_tile(op, torch.float16, narrow, *shape, mode).name
+                for op, mode in (("fwd", fwd_mode), ("dgrad", dgrad_mode))
+            ]
         except RuntimeError as error:
             return str(error)
+        if automatic and not (evidence and isinstance(target, torch.device)):
+            return "no measurement on record for this device"
+        if evidence and isinstance(target, torch.device):
+            from voxmma import gate
+
+            for name in chosen:
+                verdict = gate.on_record(name, target)
+                if not (verdict.allowed if automatic else verdict.runs_on_request):
+                    return f"the gate refuses {name}: {verdict.reason}"
         return None
 
     if dtype in (torch.float32, torch.float64):
         if requested:
             return tiles_for(exact, f"{DTYPE_NAMES[dtype]} inputs never become fp16")
         if fp32_precision == "tf32" and dtype == torch.float32:
-            return tiles_for(exact, "tf32 allowed, but this build has no tf32 tile: ieee")
+            plan = tiles_for(exact, "tf32 allowed")
+            if plan[2].endswith("_tf32"):
+                return plan
+            missing = "groups too narrow for a tf32 tile" if _has_tf32() else "this build has no tf32 tile"
+            return tiles_for(exact, f"tf32 allowed, but {missing}: ieee")
         return tiles_for(exact, f"{DTYPE_NAMES[dtype]} inputs")
 
     forbidden = not requested and decided_by != "default"
     named = {tile.accum for tile in compiled() if tile.name in fwd_mode and tile.op == "fprop"}
     if requested:
-        if dtype == torch.bfloat16:
-            return tiles_for(
-                "fp32", "bf16 products do not fit an fp16 accumulator and no rescale is available yet"
-            )
-        if decided_by == "inference_mode":
-            if on_cpu:
-                return tiles_for("fp32", "the automatic rule does not apply on the CPU: emulation is no gain")
-            return tiles_for("fp32", "automatic rule: no measured gain on record for this device")
+        automatic = decided_by == "inference_mode"
+        if automatic and on_cpu:
+            return tiles_for("fp32", "the automatic rule does not apply on the CPU: emulation is no gain")
         if on_cpu:
-            return tiles_for("fp16", "emulated: the running sum is rounded to fp16 after every offset")
-        missing = fp16_runs()
+            how = "the running sum is rounded to fp16 after every offset"
+            if chunk:
+                part = f"{chunk} channels of an offset" if chunk > 0 else "one offset"
+                how = f"sums of {part} are rounded to fp16 and added in fp32"
+            return tiles_for(narrow, f"emulated: {how}{_RESCALED if dtype == torch.bfloat16 else ''}")
+        missing = refused(automatic)
         if missing is not None:
-            return tiles_for("fp32", missing)
-        return tiles_for("fp16", "requested explicitly")
+            return tiles_for("fp32", f"automatic rule: {missing}" if automatic else missing)
+        reason = "automatic rule: all checks of the gate passed" if automatic else "requested explicitly"
+        return tiles_for(narrow, reason + (_RESCALED if dtype == torch.bfloat16 else ""))
     if on_cpu or forbidden or dtype != torch.float16:
         return tiles_for("fp32", "fp16 accumulators forbidden" if forbidden else "default")
-    if named == {"fp16"} and fp16_runs() is None:
+    if named == {"fp16"} and refused(automatic=False) is None:
         return tiles_for("fp16", "the forward pool names fp16-accumulator tiles only")
     if fwd_mode == ("all",) or "fp16" in named or max(c_in, c_out) <= small_ch_ceil:
-        return tiles_for(
-            "fp32", "fp16-accumulator tiles are admitted, but no measurement on record prefers one"
-        )
+        missing = refused(automatic=True)
+        admitted = "fp16-accumulator tiles are admitted"
+        if missing is None:
+            return tiles_for("fp16", f"{admitted}, and the gate allows this one")
+        return tiles_for("fp32", f"{admitted}, but {missing}")
     return tiles_for("fp32", "default")
+
+
+_RESCALED = "; bf16 operands become fp16 by powers of two on the device, the result is divided by them"
+
+
+def _has_tf32() -> bool:
+    return any(tile.scheme == "tf32" for tile in compiled())
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
@@ -424,6 +555,8 @@ class TileTable(Sequence[TableRow]):
 
 def _admitted(accumulator: str, names: tuple[str, ...], modes: tuple[AlgoMode, ...]) -> bool:
     """Whether the settings of this moment let a tile of these names into one of the pools `modes`."""
+    if accumulator == _PROMOTED:
+        return False  # only a call's own `accumulator` asks for it
     requested, decided_by = settings.resolve_fp16_accum(None, torch.float16)
     for mode in modes:
         named = any(name in mode for name in names)
@@ -463,39 +596,35 @@ def tiles(device: torch.device | str | None = None) -> TileTable:
                 accumulator=tile.accum,
                 architectures=tile.architectures,
                 channel_rule=tile.channel_rule,
-                in_pool=here and _admitted(tile.accum, (tile.name,), tuple(modes[op] for op in ops)),
+                in_pool=here
+                and (tile.scheme != "tf32" or settings.get_fp32_precision() == "tf32")
+                and _admitted(tile.accum, (tile.name,), tuple(modes[op] for op in ops)),
             )
         )
     on_cpu = device.type == "cpu"
-    for accumulator, inputs in (("fp32", "fp16, bf16, fp32"), ("fp16", "fp16 (emulated)"), ("fp64", "fp64")):
+    tf32 = settings.get_fp32_precision() == "tf32"
+    for name, op, inputs, accumulator, possible in (
+        ("cpu", "fprop", "fp16, bf16, fp32", "fp32", True),
+        ("cpu", "fprop", "fp16 (emulated)", "fp16", settings.get_fp16_accum()),
+        ("cpu", "fprop", "fp64", "fp64", True),
+        ("cpu", "wgrad", "fp16, bf16, fp32", "fp32", True),
+        ("cpu_p32, _p64, _p128, _poff", "fprop", "fp16 (emulated)", _PROMOTED, False),
+        ("cpu_tf32", "fprop, wgrad", "fp32 (rounded)", "fp32", tf32),
+    ):
         rows.append(
             TableRow(
-                "cpu",
-                "fprop",
-                "any",
-                0,
-                "torch GEMM an offset",
-                inputs,
-                accumulator,
-                "cpu",
-                "any C",
-                on_cpu and (accumulator != "fp16" or settings.get_fp16_accum()),
+                name=name,
+                op=op,
+                shape="any",
+                stages=0,
+                atom="torch GEMM an offset",
+                inputs=inputs,
+                accumulator=accumulator,
+                architectures="cpu",
+                channel_rule="any C",
+                in_pool=on_cpu and possible,
             )
         )
-    rows.append(
-        TableRow(
-            "cpu",
-            "wgrad",
-            "any",
-            0,
-            "torch GEMM an offset",
-            "fp16, bf16, fp32",
-            "fp32",
-            "cpu",
-            "any C",
-            on_cpu,
-        )
-    )
     for published in PUBLISHED:
         c = published.channels
         try:

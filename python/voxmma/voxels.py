@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 import torch.utils._pytree as pytree
@@ -34,8 +35,24 @@ Number = float  # Voxels.float hides the built-in inside the class
 FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "sum", "max", "min", "first")
 
+_P = ParamSpec("_P")
 
-@dataclass(init=False, eq=False, repr=False)  # a dataclass: DistributedDataParallel looks for tensors inside
+
+def _or_fields(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Lets the constructor take the dataclass fields instead, as dataclasses.replace (FSDP2) passes them."""
+
+    @functools.wraps(init)
+    def construct(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        if "_coord_set" in kwargs:
+            for name, value in kwargs.items():
+                setattr(args[0], name, value)
+        else:
+            init(*args, **kwargs)
+
+    return construct
+
+
+@dataclass(init=False, eq=False, repr=False)  # a dataclass: DDP and FSDP2 look for tensors inside
 class Voxels:
     """N voxels with C features each: an immutable value. Whatever keeps the coordinates shares them, maps
     included.
@@ -47,8 +64,9 @@ class Voxels:
         batch_size: number of samples, empty ones included. Default: largest batch index + 1.
         stride: tensor stride per axis, one int or three: a record of how coarse the grid is. Coordinates at a
             coarser level are grid coordinates of that level, that is, already divided.
-        duplicates: 'error' refuses a coordinate that comes twice; 'mean', 'sum', 'max' or 'first' (smallest
-            row) merges its features, and the voxels come out sorted by (batch, x, y, z), duplicates or not.
+        duplicates: 'error' refuses a coordinate that comes twice; 'mean', 'sum', 'max', 'min' or 'first'
+            (smallest row) merges its features, and the voxels come out sorted by (batch, x, y, z), duplicates
+            or not.
 
     Raises:
         TypeError, ValueError: naming the argument and the offending row: wrong type, dtype, shape or device,
@@ -62,6 +80,7 @@ class Voxels:
     _stride: Triple
     _record: Record | None
 
+    @_or_fields
     def __init__(
         self,
         coords: torch.Tensor | CoordSet,
@@ -70,9 +89,9 @@ class Voxels:
         stride: int | Sequence[int] = 1,
         duplicates: str = "error",
     ) -> None:
-        if duplicates not in ("error", "mean", "sum", "max", "first"):
+        if duplicates not in ("error", *REDUCTIONS):
             raise ValueError(
-                f"duplicates must be 'error', 'mean', 'sum', 'max' or 'first', got {duplicates!r}"
+                f"duplicates must be 'error', {', '.join(map(repr, REDUCTIONS))}, got {duplicates!r}"
             )
         if isinstance(coords, CoordSet):
             if batch_size not in (None, coords.batch_size):
@@ -208,30 +227,38 @@ class Voxels:
         """
         if not isinstance(other, Voxels):
             return NotImplemented
-        for name in ("device", "batch_size", "stride"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise ValueError(f"cannot add voxels: {name} {mine} on the left, {theirs} on the right")
-        right = other._feats
-        if not self._coord_set.equal(other._coord_set):
-            if self.num_voxels != other.num_voxels:
-                raise ValueError(
-                    f"cannot add voxels: {self.num_voxels} on the left, {other.num_voxels} on the right"
-                )
-            rows = other._coord_set.lookup(self.coords)
-            if bool((rows < 0).any()):
-                row = int(torch.nonzero(rows < 0)[0])
-                raise ValueError(
-                    f"cannot add voxels: row {row} of the left, {tuple(self.coords[row].tolist())}, "
-                    "is not in the right"
-                )
-            right = right[rows]
+        right = self.align(other)
         if self._feats.shape[1] != right.shape[1]:
             raise ValueError(
                 f"cannot add voxels: {self._feats.shape[1]} channels on the left, "
                 f"{right.shape[1]} on the right"
             )
         return Voxels._make(self._coord_set, self._feats + right, self._stride)
+
+    def align(self, other: Voxels, verb: str = "add") -> torch.Tensor:
+        """The features of `other`, whose coordinates are equal, in this one's row order.
+
+        Costs nothing when both share their coordinate set; otherwise the coordinates are compared, on a GPU
+        with one host synchronisation. ValueError ("cannot <verb> voxels: ...") as for `+`.
+        """
+        for name in ("device", "batch_size", "stride"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ValueError(f"cannot {verb} voxels: {name} {mine} on the left, {theirs} on the right")
+        if self._coord_set.equal(other._coord_set):
+            return other._feats
+        if self.num_voxels != other.num_voxels:
+            raise ValueError(
+                f"cannot {verb} voxels: {self.num_voxels} on the left, {other.num_voxels} on the right"
+            )
+        rows = other._coord_set.lookup(self.coords)
+        if bool((rows < 0).any()):
+            row = int(torch.nonzero(rows < 0)[0])
+            raise ValueError(
+                f"cannot {verb} voxels: row {row} of the left, {tuple(self.coords[row].tolist())}, "
+                "is not in the right"
+            )
+        return other._feats[rows]
 
     # ---- dense grids ---------------------------------------------------------------------------------------
 
@@ -342,31 +369,7 @@ class Voxels:
             TypeError, ValueError: naming the argument and the offending row: non-finite points, cells outside
                 -131072..131071, wrong dtype, shape or device.
         """
-        if reduce not in REDUCTIONS:
-            raise ValueError(f"reduce must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduce!r}")
-        check_batch_size(batch_size)
-        points, feats, batch, samples = _join_samples(points, feats, batch_index, batch_size)
-        size = (voxel_size,) * 3 if isinstance(voxel_size, (int, Number)) else tuple(voxel_size)
-        if len(size) != 3 or not all(math.isfinite(s) and s > 0 for s in size):
-            raise ValueError(f"voxel_size must be a positive number or three of them, got {voxel_size!r}")
-        if len(origin) != 3 or not all(map(math.isfinite, origin)):
-            raise ValueError(f"origin must be three finite numbers, got {origin!r}")
-        # Division by a tensor: by a Python number CUDA multiplies with the rounded reciprocal instead.
-        shift, edge = (torch.tensor(v, dtype=torch.float64, device=points.device) for v in (origin, size))
-        cell = torch.floor((points.detach().double() - shift) / edge)
-        inside = ((cell >= COORD_MIN) & (cell <= COORD_MAX)).all(1)  # False for nan and inf too
-        if not bool(inside.all()):
-            row = int(torch.nonzero(~inside)[0])
-            position = tuple(points[row].tolist())
-            if not all(map(math.isfinite, position)):
-                raise ValueError(f"points row {row} is not finite: {position}")
-            raise ValueError(
-                f"points row {row}, {position}, lies in cell {tuple(cell[row].tolist())}, outside "
-                f"{COORD_MIN}..{COORD_MAX}: voxel_size is too small or the origin too far"
-            )
-        keys = pack(torch.cat([batch.unsqueeze(1), cell.long()], dim=1))
-        coord_set, merged = _merge(keys, feats, samples, reduce)
-        return Voxels._make(coord_set, merged, (1, 1, 1))
+        return quantize(points, feats, voxel_size, reduce, batch_index, batch_size, origin)[0]
 
     # ---- samples -------------------------------------------------------------------------------------------
 
@@ -442,7 +445,55 @@ def _positive_triple(value: int | Sequence[int], name: str) -> Triple:
     return values
 
 
-def _join_samples(
+def quantize(
+    points: torch.Tensor | Sequence[torch.Tensor],
+    feats: torch.Tensor | Sequence[torch.Tensor],
+    voxel_size: Number | Sequence[Number],
+    reduce: str,
+    batch_index: torch.Tensor | None,
+    batch_size: int | None,
+    origin: Sequence[Number],
+) -> tuple[Voxels, torch.Tensor]:
+    """Voxels.from_points, and the packed key (N,) int64 of the cell of each point."""
+    if reduce not in REDUCTIONS:
+        raise ValueError(f"reduce must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduce!r}")
+    check_batch_size(batch_size)
+    points, feats, batch, samples = join_samples(points, feats, batch_index, batch_size)
+    cell = torch.floor(grid_positions(points, voxel_size, origin))
+    inside = ((cell >= COORD_MIN) & (cell <= COORD_MAX)).all(1)  # False for nan and inf too
+    if not bool(inside.all()):
+        row = int(torch.nonzero(~inside)[0])
+        position = tuple(points[row].tolist())
+        if not all(map(math.isfinite, position)):
+            raise ValueError(f"points row {row} is not finite: {position}")
+        raise ValueError(
+            f"points row {row}, {position}, lies in cell {tuple(cell[row].tolist())}, outside "
+            f"{COORD_MIN}..{COORD_MAX}: voxel_size is too small or the origin too far"
+        )
+    keys = pack(torch.cat([batch.unsqueeze(1), cell.long()], dim=1))
+    coord_set, merged = _merge(keys, feats, samples, reduce)
+    return Voxels._make(coord_set, merged, (1, 1, 1)), keys
+
+
+def grid_positions(
+    points: torch.Tensor,
+    voxel_size: Number | Sequence[Number],
+    origin: Sequence[Number],
+    stride: Triple = (1, 1, 1),
+) -> torch.Tensor:
+    """(N, 3) fp64 positions of points (N, 3) in units of cells: (p - origin) / (voxel_size * stride)."""
+    size = (voxel_size,) * 3 if isinstance(voxel_size, (int, float)) else tuple(voxel_size)
+    if len(size) != 3 or not all(math.isfinite(s) and s > 0 for s in size):
+        raise ValueError(f"voxel_size must be a positive number or three of them, got {voxel_size!r}")
+    if len(origin) != 3 or not all(map(math.isfinite, origin)):
+        raise ValueError(f"origin must be three finite numbers, got {origin!r}")
+    # Division by a tensor: by a Python number CUDA multiplies with the rounded reciprocal instead.
+    edges = tuple(edge * step for edge, step in zip(size, stride, strict=True))
+    shift, edge = (torch.tensor(v, dtype=torch.float64, device=points.device) for v in (origin, edges))
+    return (points.detach().double() - shift) / edge
+
+
+def join_samples(
     points: torch.Tensor | Sequence[torch.Tensor],
     feats: torch.Tensor | Sequence[torch.Tensor],
     batch_index: torch.Tensor | None,

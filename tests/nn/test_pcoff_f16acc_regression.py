@@ -4,16 +4,20 @@ mean stayed clean.
 
 So: every compiled forward tile at that shape, every cell against fp64, ten repeats bitwise; on the CPU the
 same checks of the emulated accumulator at a small size. Gates here look at the maximum over all cells, never
-at a percentile."""
+at a percentile. And such tiles never run below the small-channel ceiling without a verdict of the gate that
+was measured on this very device; the ceiling is 0 unless somebody raises it."""
 
 from __future__ import annotations
+
+import importlib
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import voxmma
-from voxmma import accuracy
+from voxmma import accuracy, gate, settings
 from voxmma.nn.functional.sparse_conv import spatially_sparse_conv
 from voxmma.tiles import Tile, compiled
 
@@ -48,6 +52,44 @@ def test_cpu_emulation_has_no_corrupt_cell() -> None:
             assert torch.equal(spatially_sparse_conv(voxels, w, 3, use_fp16_accum=flag).feats, first.feats)
 
 
+def test_nothing_runs_below_the_ceiling_without_the_gate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Fails if the gate is removed from the selector, or lets a tile through that it has not measured."""
+    tiles = importlib.import_module("voxmma.tiles")  # the name voxmma.tiles is the function
+    owner = {"device": "GPU-1", "driver": "1.0", "build": "b"}
+    monkeypatch.setattr(gate, "identity", lambda device: owner)
+    monkeypatch.setattr(
+        tiles, "select_tile", lambda op, dtype, accumulator, *rest: tiles.TileChoice(f"t_{accumulator}", "")
+    )
+    device = torch.device("cuda", 0)
+
+    def plan(ceiling: int, c: int = CHANNELS, level: str = "default") -> str:
+        tiles._plan_call.cache_clear()
+        pools = (("auto",), ("auto",), ("auto",), ceiling, "ieee")
+        return str(
+            tiles.plan_call(torch.float16, level == "inference_mode", level, c, c, 1, device, pools)[0]
+        )
+
+    def record(failed: str | None) -> None:
+        checks = [{"name": "bound", "passed": failed != "bound", "detail": ""}]
+        if failed == "gain":
+            checks.append({"name": "gain", "passed": False, "detail": ""})
+        gate._write("tile", "t_fp16", owner, {"allowed": failed is None, "checks": checks})
+
+    with settings.override(cache_dir=str(tmp_path)):
+        assert settings.get_pcoff_f16acc_small_ch_ceil() == 0
+        assert plan(48) == plan(0, level="inference_mode") == "fp32"  # nothing measured
+        for failed in ("bound", "gain"):
+            record(failed)
+            assert plan(48) == plan(0, level="inference_mode") == "fp32", failed
+        record(None)
+        assert plan(48) == plan(0, level="inference_mode") == "fp16"
+        assert plan(0) == plan(CHANNELS - 1) == "fp32"
+        assert plan(48, level="module") == plan(48, level="environment") == "fp32"
+    tiles._plan_call.cache_clear()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES, ids=[tile.name for tile in TILES])
 def test_tile_has_no_corrupt_cell(tile: Tile) -> None:
@@ -67,7 +109,11 @@ def test_tile_has_no_corrupt_cell(tile: Tile) -> None:
 
     y64, abs64 = accuracy.reference_conv(x, w, kmap.pairs(), n)
     arch = "simt" if tile.atom == "SIMT" else accuracy.arch_of(device)
-    limit = accuracy.bound(tile.accum, 27 * CHANNELS, x.dtype, x.dtype, arch, offsets=27)
+    single_pass = tile.scheme == "tf32"
+    if single_pass:
+        y64, abs64 = accuracy.reference_conv(*(accuracy.quantise(t, "tf32") for t in (x, w)), kmap.pairs(), n)
+    operands = "tf32" if single_pass else x.dtype
+    limit = accuracy.bound(tile.accum, 27 * CHANNELS, operands, x.dtype, arch, offsets=27, chunk=tile.promote)
     first = run()
     found = accuracy.errors(first, y64, abs64, floor=limit.floor)
     assert found.nonfinite == 0 and found.within(limit), (found, limit)

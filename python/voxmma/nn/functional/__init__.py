@@ -1,5 +1,66 @@
 """Functions on Voxels; every layer of voxmma.nn has one of the same meaning here."""
 
-from voxmma.nn.functional.sparse_conv import spatially_sparse_conv
+from voxmma.nn.functional.norm import (
+    add,
+    add_union,
+    batch_norm,
+    cat,
+    checkpoint,
+    dropout,
+    gelu,
+    group_norm,
+    instance_norm,
+    layer_norm,
+    leaky_relu,
+    lift,
+    linear,
+    relu,
+    rms_norm,
+    sigmoid,
+    silu,
+    sync_batch_norm,
+    tanh,
+)
+from voxmma.nn.functional.pool import (
+    avg_pool,
+    global_avg_pool,
+    global_max_pool,
+    global_sum_pool,
+    max_pool,
+    min_pool,
+    sum_pool,
+    unpool,
+)
+from voxmma.nn.functional.sparse_conv import sparse_conv_transpose, spatially_sparse_conv
 
-__all__ = ["spatially_sparse_conv"]
+__all__ = [
+    "add",
+    "add_union",
+    "avg_pool",
+    "batch_norm",
+    "cat",
+    "checkpoint",
+    "dropout",
+    "gelu",
+    "global_avg_pool",
+    "global_max_pool",
+    "global_sum_pool",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "leaky_relu",
+    "lift",
+    "linear",
+    "max_pool",
+    "min_pool",
+    "relu",
+    "rms_norm",
+    "sigmoid",
+    "silu",
+    "sparse_conv_transpose",
+    "spatially_sparse_conv",
+    "sum_pool",
+    "sync_batch_norm",
+    "tanh",
+    "unpool",
+]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+from typing import Any
 
 import torch
 
-from voxmma import settings
-from voxmma.explain import Record
-from voxmma.kernel_map import MAX_KERNEL, MAX_OFFSET, MAX_STRIDE, KernelMap, Triple, _triple
+from voxmma.call import convolve, fp16_accum_flag
+from voxmma.coords import CoordSet
+from voxmma.kernel_map import MAX_KERNEL, MAX_OFFSET, MAX_STRIDE, KernelMap, Triple, _triple, padding_triple
 from voxmma.kernel_map import kernel_map as build_kernel_map
-from voxmma.tiles import DTYPE_NAMES, plan_call
+from voxmma.tiles import DTYPE_NAMES
 from voxmma.voxels import Voxels
 
 KernelSize = int | tuple[int, int, int]
-
-#: What `accumulator=` may say, and the flag of the same meaning.
-_ACCUMULATORS = {"fp32": False, "fp16": True}
+Target = Voxels | CoordSet | torch.Tensor
 
 
 def kernel_triple(kernel_size: KernelSize) -> Triple:
@@ -30,30 +28,9 @@ def dilation_triple(dilation: KernelSize) -> Triple:
     return _triple(dilation, "dilation", 1, MAX_OFFSET)
 
 
-def stride_triple(stride: KernelSize, transposed: bool, generative: bool) -> Triple:
-    """A stride per axis; refuses what this version has no kernel map for."""
-    step = _triple(stride, "stride", 1, MAX_STRIDE)
-    if step != (1, 1, 1):
-        raise ValueError(f"stride={stride!r}: this version has submanifold (stride 1) convolution only")
-    if transposed or generative:
-        raise ValueError(
-            "transposed and generative must be False: this version has submanifold convolution only"
-        )
-    return step
-
-
-def fp16_accum_flag(use_fp16_accum: bool | None, accumulator: str | None) -> bool | None:
-    """The one flag that `use_fp16_accum` and `accumulator` say together; ValueError when they contradict."""
-    flag = settings.check_flag(use_fp16_accum, "use_fp16_accum")
-    if accumulator is None:
-        return flag
-    if accumulator not in _ACCUMULATORS:
-        raise ValueError(
-            f"accumulator must be one of {', '.join(_ACCUMULATORS)} or None, got {accumulator!r}"
-        )
-    if flag is not None and flag != _ACCUMULATORS[accumulator]:
-        raise ValueError(f"accumulator={accumulator!r} contradicts use_fp16_accum={flag}")
-    return _ACCUMULATORS[accumulator]
+def stride_triple(stride: KernelSize) -> Triple:
+    """A stride per axis; TypeError or ValueError naming `stride` unless each is 1 to 4096."""
+    return _triple(stride, "stride", 1, MAX_STRIDE)
 
 
 def _check_tensor(value: object, name: str, x: Voxels) -> torch.Tensor:
@@ -91,24 +68,69 @@ def _check_operands(
     return c_out
 
 
-def _check_map(given: KernelMap, x: Voxels, kernel_size: Triple, dilation: Triple, stride: Triple) -> None:
+def _check_map(given: KernelMap, x: Voxels, geometry: dict[str, Triple], transposed: bool) -> None:
     if not isinstance(given, KernelMap):
         raise TypeError(f"kernel_map must be a voxmma.KernelMap, got {type(given).__name__}")
-    for name, mine, theirs in (
-        ("kernel_size", kernel_size, given.kernel_size),
-        ("dilation", dilation, given.dilation),
-        ("stride", stride, given.stride),
-    ):
+    for name, mine in geometry.items():
+        theirs = getattr(given, name)
         if theirs != mine:
             raise ValueError(f"kernel_map was built for {name}={theirs}, the call says {mine}")
     if given.device != x.feats.device:
         raise ValueError(f"kernel_map is on {given.device}, x is on {x.feats.device}")
     if not given.in_coords.equal(x.coord_set):
         raise ValueError("kernel_map was built for other coordinates than those of x")
-    if given.in_coords is not given.out_coords:
-        raise ValueError(
-            "kernel_map leads to other coordinates: this version has submanifold convolution only"
+    if given.reverse != transposed and not given.symmetric:
+        direction = "transposed" if given.reverse else "not transposed"
+        raise ValueError(f"kernel_map is {direction}, the call says transposed={transposed}")
+
+
+def resolve_map(
+    x: Voxels,
+    kernel_size: Triple,
+    stride: Triple,
+    dilation: Triple,
+    padding: KernelSize | None,
+    transposed: bool = False,
+    generative: bool = False,
+    coords: Target | None = None,
+    max_voxels: int | None = None,
+    given: KernelMap | None = None,
+) -> tuple[KernelMap, CoordSet, Triple]:
+    """The map a layer runs over, its output coordinates and their tensor stride.
+
+    Arguments as in `spatially_sparse_conv`, `given` its `kernel_map`.
+    """
+    if given is None:
+        target = coords.coord_set if isinstance(coords, Voxels) else coords
+        if isinstance(target, torch.Tensor):
+            target = CoordSet(target, x.batch_size)
+        if target is not None and not isinstance(target, CoordSet):
+            raise TypeError(f"coords must be a Voxels, a CoordSet or a tensor, got {type(coords).__name__}")
+        made = build_kernel_map(
+            x.coord_set,
+            kernel_size,
+            dilation,
+            stride=stride,
+            padding=padding,
+            out_coords=target,
+            transposed=transposed,
+            generative=generative,
+            max_voxels=max_voxels,
         )
+    else:
+        if coords is not None:
+            raise ValueError("coords and kernel_map exclude each other: the map leads to its own coordinates")
+        geometry = {"kernel_size": kernel_size, "dilation": dilation, "stride": stride}
+        if padding is not None:
+            geometry["padding"] = padding_triple(padding, kernel_size, dilation)
+        _check_map(given, x, geometry, transposed)
+        made = given
+    if made.out_coords is made.in_coords:
+        return made, x.coord_set, x.stride
+    if isinstance(coords, Voxels):
+        return made, made.out_coords, coords.stride
+    a, b, c = (-(-t // s) if transposed else t * s for t, s in zip(x.stride, stride, strict=True))
+    return made, made.out_coords, (a, b, c)
 
 
 def _compute_dtype(x: torch.Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
@@ -135,8 +157,11 @@ def spatially_sparse_conv(
     dilation: KernelSize = 1,
     groups: int = 1,
     *,
+    padding: KernelSize | None = None,
     transposed: bool = False,
     generative: bool = False,
+    coords: Target | None = None,
+    max_voxels: int | None = None,
     use_fp16_accum: bool | None = None,
     accumulator: str | None = None,
     compute_dtype: torch.dtype | None = None,
@@ -144,9 +169,24 @@ def spatially_sparse_conv(
     kernel_map: KernelMap | None = None,
     layer: str = "spatially_sparse_conv",
 ) -> Voxels:
-    """Submanifold sparse convolution: `y[i] = sum_k x[row at coord_i + offset_k] @ weight[k] + bias`.
+    """Sparse convolution, submanifold, strided, generative or transposed.
 
-    Cross-correlation on the voxels that exist; the output has the coordinates and the row order of `x`.
+    Cross-correlation on the voxels that exist. With o and i the coordinates of output and input voxels,
+
+        y[o] = bias + sum over k of x[o * stride - padding + k * dilation] @ weight[k]
+        y[i * stride - padding + k * dilation] += x[i] @ weight[k]        (transposed)
+
+    which is torch's conv3d and conv_transpose3d with the same stride, padding and dilation, on a grid without
+    borders, seen at the output voxels. Coordinates of a coarser level are grid coordinates of that level, and
+    a negative one belongs to the cell below: k = s = 2 puts voxel -1 into cell -1. Output voxels are
+
+    - `coords`, where given;
+    - with stride 1: those of x in the same order (submanifold);
+    - with another stride, or generative: every o whose window holds a voxel of x, sorted by (batch, x, y, z);
+    - transposed with another stride: the finer voxels that strided layers made those of x from, in the order
+      they had there; for want of such, or generative: every voxel that one of x reaches, sorted.
+
+    Coordinates and maps are made once for the coordinates of x and shared by all layers of the same shape.
 
     Args:
         x: N voxels with C_in channels, fp16, bf16, fp32 or fp64; N may be 0.
@@ -156,81 +196,95 @@ def spatially_sparse_conv(
             dtype.
         kernel_size: one int or three, 1 to 9 each; K is their product.
         bias: (C_out,) or None, any float dtype.
-        stride, transposed, generative: only 1, False, False in this version.
+        stride: one int or three, 1 to 4096. The tensor stride of the output is that of x times this, or,
+            transposed, divided by it and rounded up.
         dilation: one int or three, 1 or more: the distance between neighbouring offsets.
+        padding: one int or three; default (kernel_size // 2) * dilation for odd sizes, 0 for even ones. It
+            may be negative.
+        transposed, generative: see above.
+        coords: output coordinates: a Voxels, a CoordSet or (M, 4) as in Voxels. The maps of a Voxels or a
+            CoordSet are kept, those of a tensor are built anew every time.
+        max_voxels: most voxels that the layer may make, default 2^26.
         use_fp16_accum: the call's own level of the accumulator precedence (settings.resolve_fp16_accum).
-        accumulator: 'fp32' or 'fp16', the same request by name.
+        accumulator: 'fp32' or 'fp16', the same request by name, or 'fp16_promoted:32', ':64', ':128' or
+            ':offset': fp16 sums of so many channels (or of one offset) that are added up in fp32.
+            'fp16_promoted' alone means 64.
         compute_dtype: dtype the products are formed in. Default: the autocast dtype where autocast is active
             (in training and evaluation alike), else the dtype of the features.
         out_dtype: the compute dtype (default) or torch.float32.
-        kernel_map: a map built for the coordinates of x; by default the one cached on them is used.
+        kernel_map: a map built for the coordinates of x, which also says where the outputs are; by default
+            the one cached on them is used. An inverse convolution of a strided layer is a transposed one over
+            `voxmma.kernel_map(x, ...).transposed()` of that layer's input x.
         layer: name for the record that voxmma.explain() gives.
 
     Returns:
-        Voxels with features (N, C_out), carrying the record of what ran.
+        Voxels with C_out channels, carrying the record of what ran.
 
     Raises:
         TypeError, ValueError: naming the argument: wrong type, dtype, shape, device (both are named), kernel
-            size out of range, contradicting flags, a kernel map of other coordinates or another kernel.
+            size out of range, contradicting flags, a kernel map of other coordinates or another kernel; more
+            than `max_voxels` output voxels, before they come into being.
         RuntimeError: this build has no kernel for the device of x.
     """
-    step = stride_triple(stride, transposed, generative)
+    step = stride_triple(stride)
     check_compute_dtype(compute_dtype)
     size, dil = kernel_triple(kernel_size), dilation_triple(dilation)
-    flag = fp16_accum_flag(use_fp16_accum, accumulator)
-    c_out = _check_operands(x, weight, bias, math.prod(size), groups)
-    if kernel_map is None:
-        kernel_map = build_kernel_map(x.coord_set, size, dil)
-    else:
-        _check_map(kernel_map, x, size, dil, step)
+    fp16_accum_flag(use_fp16_accum, accumulator)
+    _check_operands(x, weight, bias, math.prod(size), groups)
+    made, out_coords, out_stride = resolve_map(
+        x, size, step, dil, padding, transposed, generative, coords, max_voxels, kernel_map
+    )
+    if transposed and made.symmetric:
+        weight = weight.flip(0)  # the opposite direction of a symmetric map is the map with mirrored offsets
 
     dtype = _compute_dtype(x.feats, compute_dtype)
     if out_dtype not in (None, dtype) and not (out_dtype == torch.float32 and dtype != torch.float64):
         raise ValueError(
             f"out_dtype must be {dtype} or torch.float32 when computing in {dtype}, got {out_dtype}"
         )
-    requested, decided_by = settings.resolve_fp16_accum(flag, dtype)
-    ran, reason, tile, dgrad_tile, wgrad_tile = plan_call(
-        dtype,
-        requested,
-        decided_by,
-        x.feats.shape[1],
-        c_out,
-        groups,
-        x.feats.device,
-        settings.get_pools(),
-    )
-    needs_grad = torch.is_grad_enabled() and (x.feats.requires_grad or weight.requires_grad)
-    opposite = [] if kernel_map.symmetric or not needs_grad else kernel_map.transposed().tensors
-    # The compute dtype is decided here, so the op's own autocast rule must not decide again.
-    autocast = torch.is_autocast_enabled(x.feats.device.type)
-    with torch.autocast(x.feats.device.type, enabled=False) if autocast else contextlib.nullcontext():
-        y = torch.ops.voxmma.conv(
-            x.feats.to(dtype),
-            weight,
-            bias,
-            kernel_map.tensors,
-            opposite,
-            x.feats.shape[0],
-            kernel_map.symmetric,
-            False,
-            ran,
-            tile,
-            dgrad_tile,
-            wgrad_tile,
-            out_dtype,
-        )
-    out = x.with_feats(y)
-    out._record = Record(
-        layer=layer,
-        requested="fp16" if requested else "fp32",
-        decided_by=decided_by,
-        accumulator=ran,
-        tile=tile,
-        dgrad_tile=dgrad_tile,
-        wgrad_tile=wgrad_tile,
+    y, record = convolve(
+        x.feats,
+        weight,
+        bias,
+        made,
+        groups=groups,
+        use_fp16_accum=use_fp16_accum,
+        accumulator=accumulator,
         compute_dtype=dtype,
-        out_dtype=y.dtype,
-        reason=reason,
+        out_dtype=out_dtype,
+        layer=layer,
     )
+    out = Voxels._make(out_coords, y, out_stride)
+    out._record = record
     return out
+
+
+def sparse_conv_transpose(
+    x: Voxels,
+    weight: torch.Tensor,
+    kernel_size: KernelSize,
+    bias: torch.Tensor | None = None,
+    stride: KernelSize = 1,
+    dilation: KernelSize = 1,
+    groups: int = 1,
+    *,
+    coords: Target | None = None,
+    generative: bool = False,
+    layer: str = "sparse_conv_transpose",
+    **options: Any,
+) -> Voxels:
+    """`spatially_sparse_conv` with transposed=True; `options` are its other keyword arguments."""
+    return spatially_sparse_conv(
+        x,
+        weight,
+        kernel_size,
+        bias,
+        stride,
+        dilation,
+        groups,
+        transposed=True,
+        generative=generative,
+        coords=coords,
+        layer=layer,
+        **options,
+    )

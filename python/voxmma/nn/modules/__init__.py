@@ -1,5 +1,69 @@
 """Layers on Voxels."""
 
-from voxmma.nn.modules.sparse_conv import SparseConv3d
+from voxmma.nn.modules.norm import (
+    GELU,
+    BatchNorm,
+    Dropout,
+    GroupNorm,
+    InstanceNorm,
+    LayerNorm,
+    LeakyReLU,
+    Lift,
+    Linear,
+    Prune,
+    ReLU,
+    RMSNorm,
+    Sequential,
+    Sigmoid,
+    SiLU,
+    SyncBatchNorm,
+    Tanh,
+)
+from voxmma.nn.modules.pool import (
+    GlobalAvgPool,
+    GlobalMaxPool,
+    GlobalSumPool,
+    SparseAvgPool3d,
+    SparseMaxPool3d,
+    SparseMinPool3d,
+    SparseSumPool3d,
+    Unpool,
+)
+from voxmma.nn.modules.sparse_conv import (
+    SparseConv2d,
+    SparseConv3d,
+    SparseConvTranspose2d,
+    SparseConvTranspose3d,
+)
 
-__all__ = ["SparseConv3d"]
+__all__ = [
+    "GELU",
+    "BatchNorm",
+    "Dropout",
+    "GlobalAvgPool",
+    "GlobalMaxPool",
+    "GlobalSumPool",
+    "GroupNorm",
+    "InstanceNorm",
+    "LayerNorm",
+    "LeakyReLU",
+    "Lift",
+    "Linear",
+    "Prune",
+    "RMSNorm",
+    "ReLU",
+    "Sequential",
+    "SiLU",
+    "Sigmoid",
+    "SparseAvgPool3d",
+    "SparseConv2d",
+    "SparseConv3d",
+    "SparseConvTranspose2d",
+    "SparseConvTranspose3d",
+    "SparseMaxPool3d",
+    "SparseMinPool3d",
+    "SparseSumPool3d",
+    "SyncBatchNorm",
+    "Tanh",
+    "Unpool",
+]

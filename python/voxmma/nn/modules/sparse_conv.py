@@ -7,21 +7,31 @@ import math
 import torch
 from torch import nn
 
-from voxmma.kernel_map import KernelMap
+from voxmma.call import fp16_accum_flag
+from voxmma.derive import check_max_voxels
+from voxmma.kernel_map import KernelMap, padding_triple
 from voxmma.nn.functional.sparse_conv import (
     KernelSize,
+    Target,
     check_compute_dtype,
     dilation_triple,
-    fp16_accum_flag,
     kernel_triple,
+    resolve_map,
     spatially_sparse_conv,
     stride_triple,
 )
 from voxmma.voxels import Voxels
 
+KernelSize2d = int | tuple[int, int]
+
 
 class SparseConv3d(nn.Module):
-    """Submanifold sparse convolution of Voxels, with control over what the tensor cores accumulate in.
+    """Sparse convolution of Voxels, with control over what the tensor cores accumulate in.
+
+    Stride 1 is submanifold: the output has the voxels of the input. Another stride makes the voxels whose
+    window holds one of the input; generative=True does so at stride 1 too. transposed=True goes back to the
+    voxels a strided layer started from (SparseConvTranspose3d). All the rules are those of
+    voxmma.nn.functional.spatially_sparse_conv.
 
     Parameters: `weight (K, C_in, C_out)`, or `(K, groups, C_in/groups, C_out/groups)` when groups > 1,
     offsets in lexicographic order, last axis fastest; `bias (C_out,)` unless bias=False. Both are drawn
@@ -29,12 +39,15 @@ class SparseConv3d(nn.Module):
 
     Args:
         in_channels, out_channels: channels, divisible by groups.
-        kernel_size: one int or three, 1 to 9 each. dilation: one int or three.
-        stride, transposed, generative: only 1, False, False in this version.
+        kernel_size: one int or three, 1 to 9 each. stride, dilation: one int or three.
+        transposed, generative: see above.
         use_fp16_accum: True asks for fp16 accumulators, False forbids them, None leaves it to
             voxmma.set_fp16_accum, the environment and the automatic rule. accumulator='fp16' or 'fp32' says
-            the same by name.
+            the same by name; 'fp16_promoted:32', ':64', ':128' or ':offset' asks for fp16 sums that are
+            promoted to fp32 every so many channels or once an offset ('fp16_promoted' alone: 64).
         compute_dtype: dtype of the products; None = autocast dtype where active, else the features' dtype.
+        padding: one int or three; default (kernel_size // 2) * dilation for odd sizes, 0 for even ones.
+        max_voxels: most voxels the layer may make, default 2^26.
         device, dtype: of the parameters.
 
     Raises ValueError naming the argument that is out of range.
@@ -58,6 +71,8 @@ class SparseConv3d(nn.Module):
         accumulator: str | None = None,
         compute_dtype: torch.dtype | None = None,
         *,
+        padding: KernelSize | None = None,
+        max_voxels: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -68,15 +83,18 @@ class SparseConv3d(nn.Module):
             if value % groups:
                 raise ValueError(f"{name}={value} is not divisible by groups={groups}")
         check_compute_dtype(compute_dtype)
+        check_max_voxels(max_voxels)
         fp16_accum_flag(use_fp16_accum, accumulator)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.kernel_size = kernel_triple(kernel_size)
-        self.stride = stride_triple(stride, transposed, generative)
+        self.stride = stride_triple(stride)
         self.dilation = dilation_triple(dilation)
+        self.padding = padding_triple(padding, self.kernel_size, self.dilation)
         self.groups = groups
         self.transposed = transposed
         self.generative = generative
+        self.max_voxels = max_voxels
         self.use_fp16_accum = use_fp16_accum
         self.accumulator = accumulator
         self.compute_dtype = compute_dtype
@@ -96,10 +114,29 @@ class SparseConv3d(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Voxels, kernel_map: KernelMap | None = None) -> Voxels:
-        """Convolves (N, C_in) voxels to (N, C_out) on the same coordinates.
+    def kernel_map(self, x: Voxels, coords: Target | None = None) -> KernelMap:
+        """The map that `forward(x, coords=coords)` runs over; its `transposed()` is that of the layer's
+        inverse."""
+        made, _, _ = resolve_map(
+            x,
+            self.kernel_size,
+            self.stride,
+            self.dilation,
+            self.padding,
+            self.transposed,
+            self.generative,
+            coords,
+            self.max_voxels,
+        )
+        return made
 
-        `kernel_map`: a map built for the coordinates of x; by default the one cached on them. Errors as in
+    def forward(
+        self, x: Voxels, kernel_map: KernelMap | None = None, *, coords: Target | None = None
+    ) -> Voxels:
+        """Convolves voxels of C_in channels to voxels of C_out channels.
+
+        `kernel_map`: a map built for the coordinates of x; by default the one cached on them. `coords`: where
+        the outputs shall be (a Voxels, a CoordSet or a tensor). Errors as in
         voxmma.nn.functional.spatially_sparse_conv.
         """
         size = "x".join(map(str, self.kernel_size))
@@ -111,20 +148,28 @@ class SparseConv3d(nn.Module):
             self.stride,
             self.dilation,
             self.groups,
+            padding=self.padding,
             transposed=self.transposed,
             generative=self.generative,
+            coords=coords,
+            max_voxels=self.max_voxels,
             use_fp16_accum=self.use_fp16_accum,
             accumulator=self.accumulator,
             compute_dtype=self.compute_dtype,
             kernel_map=kernel_map,
-            layer=f"SparseConv3d({self.in_channels}, {self.out_channels}, {size})",
+            layer=f"{type(self).__name__}({self.in_channels}, {self.out_channels}, {size})",
         )
 
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
         for name, default in (
+            ("stride", (1, 1, 1)),
             ("dilation", (1, 1, 1)),
+            ("padding", padding_triple(None, self.kernel_size, self.dilation)),
             ("groups", 1),
+            ("transposed", False),
+            ("generative", False),
+            ("max_voxels", None),
             ("use_fp16_accum", None),
             ("accumulator", None),
         ):
@@ -135,3 +180,151 @@ class SparseConv3d(nn.Module):
         if self.bias is None:
             parts.append("bias=False")
         return ", ".join(parts)
+
+
+class SparseConvTranspose3d(SparseConv3d):
+    """Transposed sparse convolution: SparseConv3d(..., transposed=True), stride where one expects it.
+
+    `layer(x, coords=skip)` makes the voxels of `skip`. Without `coords` they are the finer voxels that
+    strided layers of the same total stride made those of x from, whatever their kernel; where there are none,
+    and with generative=True, every voxel that one of x reaches. An inverse convolution is
+    `layer(y, down.kernel_map(x).transposed())` for the strided layer `down` that made y out of x.
+
+    Arguments as for SparseConv3d.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: KernelSize,
+        stride: KernelSize = 1,
+        dilation: KernelSize = 1,
+        groups: int = 1,
+        bias: bool = True,
+        generative: bool = False,
+        use_fp16_accum: bool | None = None,
+        accumulator: str | None = None,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        padding: KernelSize | None = None,
+        max_voxels: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            dilation,
+            groups,
+            bias,
+            True,
+            generative,
+            use_fp16_accum,
+            accumulator,
+            compute_dtype,
+            padding=padding,
+            max_voxels=max_voxels,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class SparseConv2d(SparseConv3d):
+    """SparseConv3d over x and y alone: every z is a plane of its own (plain 2-D data has z = 0 everywhere).
+
+    `kernel_size`, `stride`, `dilation` and `padding` are one int or two. `weight` is (K, C_in, C_out) with K
+    the product of the two kernel sizes, offsets in lexicographic order of (dx, dy). Else as SparseConv3d;
+    the function behind it is spatially_sparse_conv with (k, k, 1), (stride, stride, 1), ...
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: KernelSize2d,
+        stride: KernelSize2d = 1,
+        dilation: KernelSize2d = 1,
+        groups: int = 1,
+        bias: bool = True,
+        transposed: bool = False,
+        generative: bool = False,
+        use_fp16_accum: bool | None = None,
+        accumulator: str | None = None,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        padding: KernelSize2d | None = None,
+        max_voxels: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_channels,
+            out_channels,
+            planar(kernel_size, "kernel_size"),
+            planar(stride, "stride"),
+            planar(dilation, "dilation"),
+            groups,
+            bias,
+            transposed,
+            generative,
+            use_fp16_accum,
+            accumulator,
+            compute_dtype,
+            padding=None if padding is None else planar(padding, "padding", 0),
+            max_voxels=max_voxels,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class SparseConvTranspose2d(SparseConv2d):
+    """SparseConvTranspose3d over x and y alone, as SparseConv2d is SparseConv3d over them."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: KernelSize2d,
+        stride: KernelSize2d = 1,
+        dilation: KernelSize2d = 1,
+        groups: int = 1,
+        bias: bool = True,
+        generative: bool = False,
+        use_fp16_accum: bool | None = None,
+        accumulator: str | None = None,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        padding: KernelSize2d | None = None,
+        max_voxels: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            dilation,
+            groups,
+            bias,
+            True,
+            generative,
+            use_fp16_accum,
+            accumulator,
+            compute_dtype,
+            padding=padding,
+            max_voxels=max_voxels,
+            device=device,
+            dtype=dtype,
+        )
+
+
+def planar(value: KernelSize2d, name: str, z: int = 1) -> tuple[int, int, int]:
+    """One int or two as three, with `z` last; TypeError naming `name` for anything else."""
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2 or any(isinstance(v, bool) or not isinstance(v, int) for v in pair):
+        raise TypeError(f"{name} must be an int or two of them, got {value!r}")
+    return pair[0], pair[1], z

@@ -1,0 +1,91 @@
+"""Every compiled tile, forward and dgrad or wgrad, on small scenes: the work that compute-sanitizer watches.
+
+    compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
+    compute-sanitizer --tool racecheck python benchmarks/sanitize.py --channels 8,32,64,128
+
+Needs a CUDA GPU. Scenes: a hollow ball (unique rows of a tile fit one pass), a full box (two passes), random
+points. Every result is compared with fp64, so that a run that only seems to work is seen too: exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from voxmma import _C, accuracy
+from voxmma.coords import CoordSet
+from voxmma.kernel_map import kernel_map
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+TOLERANCE = {"fp16": 2e-3, "bf16": 1e-2, "fp32": 2e-6, "fp64": 1e-12}  # rel-L2
+
+
+def scenes() -> dict[str, torch.Tensor]:
+    r = torch.arange(-9, 9)
+    grid = torch.stack(torch.meshgrid(r, r, r, indexing="ij"), -1).reshape(-1, 3)
+    distance = grid.double().norm(dim=1)
+    generator = torch.Generator().manual_seed(0)
+    ball = grid[(distance < 8.6) & (distance > 6.9)]
+    box = grid[(grid >= 0).all(1)]
+    points = torch.randint(-16, 16, (700, 3), generator=generator).unique(dim=0)
+    made = {"ball": ball, "box": box, "points": points}
+    return {name: torch.nn.functional.pad(c, (1, 0)).int().cuda() for name, c in made.items()}
+
+
+def check(tile: dict[str, object], coords: torch.Tensor, c: int) -> float:
+    """Largest rel-L2 of the tile's forward and dgrad, or of its wgrad, at c -> c channels."""
+    name, kind = str(tile["name"]), str(tile["dtype"])
+    dtype, accumulator = DTYPES[kind], str(tile["accum"])
+    made = kernel_map(CoordSet(coords, 1), 3)
+    n, pairs = coords.shape[0], made.pairs()
+    g = torch.Generator(device="cuda").manual_seed(c)
+    x, dy = (torch.randn(n, c, device="cuda", generator=g).to(dtype) for _ in range(2))
+    w = (torch.randn(27, c, c, device="cuda", generator=g) / (13 * c) ** 0.5).to(dtype)
+    rel = lambda y, ref: float((y.double() - ref).norm() / ref.norm())  # noqa: E731
+    if tile["op"] == "wgrad":
+        dw = torch.ops.voxmma.conv_wgrad(x, dy, made.tensors, [], 27, 1, True, accumulator, name, "", None)
+        return rel(dw, accuracy.reference_wgrad(x, dy, pairs)[0])
+    conv = torch.ops.voxmma.conv
+    y = conv(x, w, None, made.tensors, [], n, True, False, accumulator, name, name, "", None)
+    dx = conv(dy, w, None, made.tensors, [], n, True, True, accumulator, name, name, "", None)
+    return max(
+        rel(y, accuracy.reference_conv(x, w, pairs, n)[0]),
+        rel(dx, accuracy.reference_dgrad(dy, w, pairs, n)[0]),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--channels", default="8,16,32,64,96,128")
+    parser.add_argument("--tiles", default="", help="only tiles whose name contains this")
+    parser.add_argument("--scenes", default="ball,box,points")
+    args = parser.parse_args()
+    capability = 10 * torch.cuda.get_device_capability()[0]
+    failed = ran = 0
+    for scene, coords in scenes().items():
+        if scene not in args.scenes.split(","):
+            continue
+        for tile in _C.kernel_configs():
+            if args.tiles not in tile["name"] or tile["arch"] > capability:
+                continue
+            for c in (int(v) for v in args.channels.split(",")):
+                error = check(tile, coords, c)
+                bound = TOLERANCE[str(tile["dtype"])]
+                if str(tile["name"]).endswith("_tf32"):
+                    bound = 1e-3
+                elif tile["accum"] == "fp16":
+                    bound = 1e-2
+                ran += 1
+                if not error <= bound:
+                    failed += 1
+                    print(f"{tile['name']} C={c} {scene}: rel-L2 {error:.2e} above {bound:.0e}", flush=True)
+    print(f"{ran} runs, {failed} above the bound")
+    return 1 if failed or not ran else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""One convolution call: precision decided, tiles chosen, the op launched, the record made.
+
+Every convolution function ends here, so that what is decided, audited and verified is so for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from voxmma import settings
+from voxmma.audit import notify
+from voxmma.explain import Record
+from voxmma.kernel_map import KernelMap
+from voxmma.shadow import observe
+from voxmma.tiles import accumulator_label, parse_accumulator, plan_call, rescaled
+
+
+def fp16_accum_flag(use_fp16_accum: bool | None, accumulator: str | None) -> bool | None:
+    """The one flag that `use_fp16_accum` and `accumulator` say together; ValueError when they contradict."""
+    flag = settings.check_flag(use_fp16_accum, "use_fp16_accum")
+    if accumulator is None:
+        return flag
+    name, _ = parse_accumulator(accumulator)
+    if name == "fp64":
+        raise ValueError(
+            "accumulator='fp64' goes with fp64 inputs, which take it by themselves: leave it out"
+        )
+    if flag is not None and flag != (name != "fp32"):
+        raise ValueError(f"accumulator={accumulator!r} contradicts use_fp16_accum={flag}")
+    return name != "fp32"
+
+
+def convolve(
+    feats: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mapping: KernelMap,
+    *,
+    groups: int,
+    use_fp16_accum: bool | None,
+    accumulator: str | None,
+    compute_dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    layer: str,
+) -> tuple[Tensor, Record]:
+    """Runs a convolution whose operands have been checked, over `mapping`, and says what ran.
+
+    Args:
+        feats: (n_in, C_in), any float dtype. weight: (K, C_in, C_out), or grouped. bias: (C_out,) or None.
+        mapping: from the rows of `feats` to the rows of the result.
+        use_fp16_accum, accumulator: the call's own level of the precedence.
+        compute_dtype: of the products. out_dtype: of the result; None = compute_dtype.
+        layer: name for the record.
+
+    Returns:
+        ((n_out, C_out), record).
+    """
+    flag = fp16_accum_flag(use_fp16_accum, accumulator)
+    chunk = 0 if accumulator is None else parse_accumulator(accumulator)[1]
+    requested, decided_by = settings.resolve_fp16_accum(flag, compute_dtype)
+    c_out = weight.shape[-1] * groups
+    ran, reason, tile, dgrad_tile, wgrad_tile = plan_call(
+        compute_dtype,
+        requested,
+        decided_by,
+        feats.shape[1],
+        c_out,
+        groups,
+        feats.device,
+        settings.get_pools(),
+        chunk,
+    )
+    scaled = rescaled(compute_dtype, ran, decided_by, settings.get_fp16_rescale())
+    needs_grad = torch.is_grad_enabled() and feats.requires_grad  # the weight gradient runs over `mapping`
+    opposite = [] if mapping.symmetric or not needs_grad else mapping.transposed().tensors
+    # The compute dtype is decided here, so the op's own autocast rule must not decide again.
+    autocast = torch.is_autocast_enabled(feats.device.type)
+    x = feats.to(compute_dtype)
+    with torch.autocast(feats.device.type, enabled=False) if autocast else contextlib.nullcontext():
+        shared = (mapping.tensors, opposite, mapping.out_coords.num, mapping.symmetric, False)
+        if scaled:
+            y = torch.ops.voxmma.conv_rescaled(
+                x, weight, bias, *shared, ran, tile, dgrad_tile, wgrad_tile, out_dtype or compute_dtype
+            )
+        else:
+            y = torch.ops.voxmma.conv(x, weight, bias, *shared, ran, tile, dgrad_tile, wgrad_tile, out_dtype)
+    record = Record(
+        layer=layer,
+        requested=accumulator_label("fp16_promoted", chunk) if chunk else "fp16" if requested else "fp32",
+        decided_by=decided_by,
+        accumulator=ran,
+        tile=tile,
+        dgrad_tile=dgrad_tile,
+        wgrad_tile=wgrad_tile,
+        compute_dtype=compute_dtype,
+        out_dtype=y.dtype,
+        reason=reason,
+        chunk=chunk if ran == "fp16_promoted" else 0,
+        rescaled=scaled,
+    )
+    notify(record)
+    observe(x, weight, bias, mapping, y, record)
+    return y, record

@@ -1,0 +1,588 @@
+"""`voxmma compile`: a network exported with its precision frozen into its operators.
+
+`compile_model` exports a module with torch.export, rewrites the graph under a policy, and replaces every
+float32 product by an operator that carries its precision as an attribute (``voxmma::frozen_linear(...,
+fp32_precision="ieee")``); sparse convolutions carry their accumulator and tiles anyway. So an artefact
+computes the same whatever the process around it is set to, and two with different policies run side by side.
+`load` touches no process-wide state; it runs the stored example and compares it with the stored float64
+result.
+
+Where a CUDA product's frozen precision is not the process's, the operator holds PyTorch's switches for the
+length of its launch, under a lock, and puts them back. On a CPU, which has no TF32, the operands are rounded
+as TF32 rounds them.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import copy
+import hashlib
+import importlib.util
+import io
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_map
+
+import voxmma
+from voxmma import policy_graph, settings, torchflags
+from voxmma.policy import (
+    ComputeSpec,
+    OpKind,
+    Precision,
+    PrecisionPolicy,
+    as_policy,
+    is_sparse_conv,
+    kind_of,
+    set_sparse_layer,
+)
+from voxmma.tiles import plan_call
+
+__all__ = ["Artefact", "ArtefactError", "Check", "compile_model", "load", "register"]
+
+_LOG = logging.getLogger("voxmma.export")
+_FORMAT = 1
+_EXTRA = ("voxmma.json", "voxmma.check")
+_LOCK = threading.RLock()
+
+
+class ArtefactError(RuntimeError):
+    """A module that cannot be frozen, or a file that is not what it says."""
+
+
+# ---------------------------------------------------------------- products with their precision as an
+# attribute
+def round_tf32(x: Tensor) -> Tensor:
+    """float32 values rounded to 10 mantissa bits, to nearest, ties away from zero (as cvt.rna does)."""
+    bits = x.contiguous().view(torch.int32)
+    rounded = ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+    return torch.where(torch.isfinite(x), rounded, x)
+
+
+@contextlib.contextmanager
+def _held(fp32_precision: str) -> Iterator[None]:
+    """PyTorch's TF32 switches as frozen, for one launch."""
+    if all(torchflags.effective_fp32_precision(op) == fp32_precision for op in ("matmul", "conv")):
+        yield
+        return
+    with _LOCK:
+        before = torchflags.snapshot()
+        torchflags.set_tf32(fp32_precision == "tf32")
+        try:
+            yield
+        finally:
+            torchflags.restore(before, parts=("tree", "legacy"))
+
+
+def _frozen(call: Callable[..., Tensor], fp32_precision: str, *operands: Tensor) -> Tensor:
+    """``call`` on the operands in the frozen precision."""
+    if fp32_precision not in ("ieee", "tf32"):
+        raise ValueError(f"fp32_precision is 'ieee' or 'tf32', not {fp32_precision!r}")
+    if any(t.dtype != torch.float32 for t in operands):
+        return call(*operands)
+    if operands[0].device.type != "cuda":
+        return call(*map(round_tf32, operands)) if fp32_precision == "tf32" else call(*operands)
+    with _held(fp32_precision):
+        return call(*operands)
+
+
+@torch.library.custom_op("voxmma::frozen_linear", mutates_args=())
+def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None, fp32_precision: str) -> Tensor:
+    """x (..., C_in) times weight (C_out, C_in) transposed, plus bias (C_out,)."""
+    return _frozen(lambda a, b: F.linear(a, b, bias), fp32_precision, x, weight)
+
+
+@frozen_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, fp32_precision: str) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+@torch.library.custom_op("voxmma::frozen_matmul", mutates_args=())
+def frozen_matmul(a: Tensor, b: Tensor, fp32_precision: str) -> Tensor:
+    """torch.matmul of a and b."""
+    return _frozen(torch.matmul, fp32_precision, a, b)
+
+
+@frozen_matmul.register_fake
+def _(a: Tensor, b: Tensor, fp32_precision: str) -> Tensor:
+    return torch.matmul(a, b)
+
+
+@torch.library.custom_op("voxmma::frozen_convolution", mutates_args=())
+def frozen_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    fp32_precision: str,
+) -> Tensor:
+    """torch.convolution: x (N, C_in, ...), weight as torch.nn.ConvNd or ConvTransposeNd stores it."""
+    rest = (list(stride), list(padding), list(dilation), transposed, list(output_padding), groups)
+    return _frozen(lambda a, b: torch.convolution(a, b, bias, *rest), fp32_precision, x, weight)
+
+
+@frozen_convolution.register_fake
+def _(x: Any, weight: Any, bias: Any, *rest: Any) -> Tensor:
+    return torch.convolution(x, weight, bias, *rest[:-1])
+
+
+@torch.library.custom_op("voxmma::frozen_attention", mutates_args=())
+def frozen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    fp32_precision: str,
+) -> Tensor:
+    """scaled_dot_product_attention without dropout."""
+    return _frozen(
+        lambda a, b, c: F.scaled_dot_product_attention(
+            a, b, c, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        ).contiguous(),
+        fp32_precision,
+        q,
+        k,
+        v,
+    )
+
+
+@frozen_attention.register_fake
+def _(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: Any, gqa: bool, fp32_precision: str) -> Tensor:
+    out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
+    return torch.empty(out.shape, dtype=out.dtype, device=out.device)
+
+
+def _convolution_arguments(name: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of torch.convolution for one of aten's convolutions."""
+    size = 1 if name.endswith("1d") else 2 if name.endswith("2d") else 3
+
+    def each(value: Any) -> list[int]:
+        values = [value] if isinstance(value, int) else list(value)
+        return values * size if len(values) == 1 else values
+
+    return (
+        given["input"],
+        given["weight"],
+        given.get("bias"),
+        each(given.get("stride", 1)),
+        each(given.get("padding", 0)),
+        each(given.get("dilation", 1)),
+        name.startswith("conv_transpose"),
+        each(given.get("output_padding", 0)),
+        given.get("groups", 1),
+    )
+
+
+def _frozen_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
+    """The frozen operator in place of ``node`` and its arguments but for the precision, or None."""
+    target: Any = node.target
+    name = target._schema.name.split("::")[1]
+    given = {a.name: v for a, v in zip(target._schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+    ops = torch.ops.voxmma
+    if name == "linear":
+        return ops.frozen_linear.default, (given["input"], given["weight"], given.get("bias"))
+    if name in ("matmul", "mm", "bmm"):
+        return ops.frozen_matmul.default, tuple(node.args[:2])
+    if name in (f"conv{t}{n}d" for t in ("", "_transpose") for n in (1, 2, 3)):
+        if isinstance(given.get("padding"), str):
+            return None
+        return ops.frozen_convolution.default, _convolution_arguments(name, given)
+    if name == "scaled_dot_product_attention" and not given.get("dropout_p"):
+        return ops.frozen_attention.default, (
+            given["query"],
+            given["key"],
+            given["value"],
+            given.get("attn_mask"),
+            given.get("is_causal", False),
+            given.get("scale"),
+            given.get("enable_gqa", False),
+        )
+    return None
+
+
+def _freeze(gm: fx.GraphModule, fp32_precision: str) -> list[dict[str, str]]:
+    """Replaces float32 products by frozen operators; returns every product with its precision."""
+    products = []
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        operands = [n for n in node.all_input_nodes if policy_graph.is_float(n)]
+        if str(node.target) == "voxmma.conv.default":
+            dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+            products.append(
+                {
+                    "node": node.name,
+                    "op": str(node.target),
+                    "accumulator": node.args[8],
+                    "tile": node.args[9],
+                    "out": dtype,
+                }
+            )
+            continue
+        if kind_of(node.target) is not OpKind.Compute or not operands:
+            continue
+        if not any(n.meta["val"].dtype == torch.float32 for n in operands):
+            dtype = str(operands[0].meta["val"].dtype).removeprefix("torch.")
+            products.append({"node": node.name, "op": str(node.target), "operands": dtype})
+            continue
+        frozen = _frozen_call(node)
+        if frozen is None:
+            raise ArtefactError(
+                f"{node.name} ({node.target}) is a float32 product whose precision cannot be frozen"
+            )
+        target, arguments = frozen
+        with gm.graph.inserting_before(node):
+            new = gm.graph.call_function(target, (*arguments, fp32_precision))
+        new.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        products.append({"node": new.name, "op": str(target), "fp32_precision": fp32_precision})
+    gm.graph.lint()
+    gm.recompile()
+    return products
+
+
+# ---------------------------------------------------------------- how far off it may be
+_UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+
+
+def _product_bound(node: fx.Node, args: Sequence[Any]) -> tuple[float, bool]:
+    """How large eta of a product (error over sum|a||b|) may be, and whether it is attention."""
+    target: Any = node.target
+    name = target._schema.name.split("::")[1]
+    operands = _floats(args)
+    accumulator = "fp32"
+    if name == "conv":
+        weight = operands[1]
+        length = weight.shape[0] * weight.shape[-2]
+        accumulator = args[8]
+    elif name.startswith("frozen_conv") or name.startswith("conv"):
+        length = operands[1][0].numel()
+    elif "attention" in name:
+        length = max(operands[0].shape[-1], operands[1].shape[-2])
+    elif name in ("frozen_linear", "frozen_matmul", "linear", "matmul", "mm", "bmm"):
+        length = operands[0].shape[-1]
+    else:
+        length = min(t.numel() for t in operands)  # no contraction is longer
+    if accumulator == "fp16":
+        eta = (2 * math.sqrt(math.ceil(length / 8)) + 1) * _UNIT[torch.float16]  # to nearest: errors average
+    elif accumulator == "fp16_promoted":
+        eta = 17 * _UNIT[torch.float16] + length * 2.0**-24
+    else:
+        eta = (length + 2) * 2.0**-23  # tensor cores truncate
+    return eta + (2 * 2.0**-11 if node.args[-1] == "tf32" else 0.0), "attention" in name
+
+
+def _absolute(value: Any) -> Any:
+    return value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class _Perturbed(fx.Interpreter):
+    """Runs a graph in float64 and moves every result by its worst rounding error, in a random direction."""
+
+    def __init__(self, gm: fx.GraphModule, seed: int, size: float) -> None:
+        super().__init__(copy.deepcopy(gm).double(), garbage_collect_values=True)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.size = size
+
+    def _sign(self, like: Tensor) -> Tensor:
+        signs = torch.randint(2, like.shape, generator=self.generator, dtype=torch.int8).to(like.device)
+        return self.size * (2.0 * signs - 1.0)
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = n.meta.get("val")
+        dtype = found.dtype if isinstance(found, Tensor) else None
+        if n.op in ("placeholder", "output", "get_attr") or dtype not in _UNIT:
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if policy_graph.cast_target(n) is not None:
+            out = args[0]
+        else:
+            wide = {
+                k: torch.float64 if v in _UNIT else v for k, v in kwargs.items() if not isinstance(v, Tensor)
+            }
+            kwargs = {**kwargs, **wide}
+            out = self._exact(n, args, kwargs)
+            if kind_of(n.target) is OpKind.Compute or str(n.target).startswith("voxmma."):
+                eta, attention = _product_bound(n, args)
+                signless = tree_map(_absolute, args)
+                if attention:  # the weights are an exponential of the scores: their error grows with them
+                    score = float((args[0].abs() @ args[1].abs().transpose(-1, -2)).max())
+                    scale = kwargs.get("scale") or args[0].shape[-1] ** -0.5
+                    signless = (*args[:2], args[2].abs(), *args[3:])
+                    eta *= 1 + 2 * score * scale
+                out = out + eta * self._exact(n, signless, kwargs) * self._sign(out)
+        return out * (1 + _UNIT[dtype] * self._sign(out))
+
+    def _exact(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if str(n.target) == "voxmma.conv.default":
+            weight = args[1]
+            groups = weight.shape[1] if weight.dim() == 4 else 1
+            channels = (weight.shape[-2] * groups, weight.shape[-1] * groups)
+            plan = plan_call(torch.float64, False, "default", *channels, groups, args[0].device)
+            args = (*args[:8], "fp64", *tuple(plan)[2:5], None)
+        return getattr(self, n.op)(n.target, args, kwargs)
+
+
+def _rel_l2(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    difference = math.sqrt(
+        sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, wanted, strict=True))
+    )
+    return difference / max(math.sqrt(sum(float(b.double().square().sum()) for b in wanted)), 1e-300)
+
+
+def _floats(value: Any) -> list[Tensor]:
+    return [t for t in tree_flatten(value)[0] if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+# ---------------------------------------------------------------- artefacts
+@dataclass(frozen=True)
+class Check:
+    """The stored example, run here: relative L2 error against float64, and what the bound allows."""
+
+    error: float
+    tolerance: float
+
+    @property
+    def good(self) -> bool:
+        """Whether the error is finite and within the tolerance."""
+        return self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        word = "within" if self.good else "ABOVE"
+        return f"relative L2 error {self.error:.2e}, {word} the tolerance {self.tolerance:.2e}"
+
+
+class Artefact:
+    """A frozen network. Call it as the module was called; it is for inference.
+
+    Attributes:
+        program: the torch.export program.
+        metadata: policy, products with their precision, versions, tolerance, hash of the weights.
+    """
+
+    def __init__(self, program: torch.export.ExportedProgram, metadata: dict[str, Any], example: Any) -> None:
+        self.program = program
+        self.metadata = metadata
+        self._example = example
+        self._module = program.module()
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The policy that was frozen."""
+        return as_policy(self.metadata["policy"])
+
+    def __call__(self, *inputs: Any) -> Any:
+        with torch.no_grad():
+            return self._module(*inputs)
+
+    def check(self) -> Check:
+        """Runs the stored example and compares it with the stored float64 result."""
+        inputs, wanted = self._example
+        return Check(_rel_l2(_floats(self(*inputs)), wanted), self.metadata["tolerance"])
+
+    def save(self, path: str | Path) -> None:
+        """Writes the artefact (a torch.export archive)."""
+        buffer = io.BytesIO()
+        torch.save(self._example, buffer)
+        extra = {
+            _EXTRA[0]: json.dumps(self.metadata, indent=1),
+            _EXTRA[1]: base64.b64encode(buffer.getvalue()).decode(),
+        }
+        torch.export.save(self.program, str(path), extra_files=extra)
+
+
+def _weights_hash(state: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _exported(module: nn.Module, inputs: tuple[Any, ...]) -> fx.GraphModule:
+    """The module as one graph of operators, without the checks that export adds."""
+    gm = torch.export.export(module, inputs).module()
+    assert isinstance(gm, fx.GraphModule)
+    for node in list(gm.graph.nodes):
+        if node.target == "_guards_fn" or node.target is torch.ops.aten._assert_tensor_metadata.default:
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
+
+
+def compile_model(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    policy: PrecisionPolicy | str | Mapping[str, Any] = "always_f32",
+) -> Artefact:
+    """Freezes ``module`` under ``policy`` for inference on inputs like ``inputs``.
+
+    Args:
+        module: not changed. Sparse networks: a module that holds its coordinates and takes features.
+        inputs: example inputs, on the device the artefact will run on; kept in the artefact for its check.
+        policy: decides everything, whatever the process is set to. Sparse layers get its accumulator.
+
+    Raises TypeError for float64 modules, PolicyError for a policy the layers cannot follow, ArtefactError for
+    a float32 product whose precision cannot be frozen, or when the artefact misses its own tolerance.
+    """
+    policy = as_policy(policy)
+    torchflags.refuse_fp64(module, f"policy {policy}")
+    module = copy.deepcopy(module).eval().requires_grad_(False)
+    for layer in module.modules():
+        if is_sparse_conv(layer):
+            set_sparse_layer(layer, policy)
+    precision = "tf32" if policy.tf32 else "ieee"
+    before = torchflags.snapshot()
+    try:
+        with torch.no_grad(), settings.override(fp32_precision=precision, fp16_accum=None):
+            module(*inputs)  # builds kernel maps, which is nothing to trace
+            new, casts = policy_graph.rewrite(_exported(module, inputs), policy, inputs)
+            products = _freeze(new, precision)
+            program = torch.export.export(new, inputs)
+            double = tree_map(
+                lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, inputs
+            )
+            exact = _floats(_Perturbed(new, 0, 0.0).run(*double))
+            spread = max(
+                _rel_l2(_floats(_Perturbed(new, seed, 1.0).run(*double)), exact) for seed in range(1, 4)
+            )
+    finally:
+        torchflags.restore(before, parts=("tree", "legacy"))
+    metadata = {
+        "format": _FORMAT,
+        "policy": policy.to_json(),
+        "name": policy.versioned_name,
+        "tf32": policy.tf32,
+        "fp16_accum": policy.forward.accumulator is Precision.F16,
+        "products": products,
+        "casts": casts.to_json(),
+        "tolerance": 2 * spread,
+        "weights": _weights_hash(program.state_dict),
+        "voxmma": voxmma.__version__,
+        "torch": torch.__version__,
+    }
+    artefact = Artefact(program, metadata, (inputs, exact))
+    check = artefact.check()
+    metadata["error"] = check.error
+    if not check.good:
+        raise ArtefactError(f"the frozen network misses its own tolerance: {check}")
+    return artefact
+
+
+def load(path: str | Path, check: bool = True) -> Artefact:
+    """Reads an artefact. Touches no process-wide state.
+
+    With ``check`` the stored example runs, and the result is logged (logger voxmma.export). Raises
+    ArtefactError for a file that is no artefact of this format, whose weights are not those that were frozen,
+    or whose numbers are off on this machine.
+    """
+    extra = dict.fromkeys(_EXTRA, "")
+    program = torch.export.load(str(path), extra_files=extra)
+    if not all(extra.values()):
+        raise ArtefactError(f"{path} was not written by voxmma compile")
+    metadata = json.loads(extra[_EXTRA[0]])
+    if metadata.get("format") != _FORMAT:
+        raise ArtefactError(f"{path} has format {metadata.get('format')!r}, this version reads {_FORMAT}")
+    if _weights_hash(program.state_dict) != metadata["weights"]:
+        raise ArtefactError(f"{path}: the weights are not those that were frozen")
+    example = torch.load(io.BytesIO(base64.b64decode(extra[_EXTRA[1]])), weights_only=True)
+    artefact = Artefact(program, metadata, example)
+    if check:
+        found = artefact.check()
+        _LOG.info("%s (%s): %s", path, metadata["name"], found)
+        if not found.good:
+            raise ArtefactError(f"{path} gives other numbers here: {found}")
+    return artefact
+
+
+# ---------------------------------------------------------------- the command
+def _factory(where: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Calls ``FILE.py:function``, which returns a module and a tuple of example inputs."""
+    file, _, name = where.rpartition(":")
+    if not file or not Path(file).is_file():
+        raise typer.BadParameter(f"expected FILE.py:function with an existing file, got {where!r}")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    if spec is None or spec.loader is None:
+        raise typer.BadParameter(f"{file} is no Python file")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    if not hasattr(found, name):
+        raise typer.BadParameter(f"{file} has no {name!r}")
+    made = getattr(found, name)()
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise typer.BadParameter(f"{where} has to return (module, example inputs)")
+    return made[0], tuple(made[1])
+
+
+def choose_policy(name: str, tf32: bool, fp16_accum: bool) -> PrecisionPolicy:
+    """The policy of the command's flags. Raises PolicyError for flags that exclude each other."""
+    policy = as_policy(name)
+    if tf32:
+        policy = policy.with_compute(ComputeSpec(Precision.TF32))
+    if fp16_accum:
+        policy = policy.with_compute(ComputeSpec(policy.forward.input, Precision.F16))
+    return policy
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the application."""
+
+    @app.command("compile")
+    def compile_command(
+        model: Annotated[str, typer.Argument(help="FILE.py:function that returns (module, example inputs).")],
+        out: Annotated[Path, typer.Option("--out", "-o", help="The artefact, FILE.pt2.")],
+        policy: Annotated[str, typer.Option(help="A named policy.")] = "always_f32",
+        tf32: Annotated[bool, typer.Option("--tf32/--no-tf32", help="float32 products in TF32.")] = False,
+        fp16_accum: Annotated[
+            bool, typer.Option("--fp16-accum/--no-fp16-accum", help="fp16 accumulators in sparse layers.")
+        ] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    ) -> None:
+        """Export a network with its precision frozen, whatever training used.
+
+        Exit code 1 if it cannot be frozen or misses its tolerance, 2 for flags or a model that make no sense.
+        """
+        from rich.table import Table
+
+        from voxmma.cli import show
+
+        try:
+            chosen = choose_policy(policy, tf32, fp16_accum)
+        except ValueError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(2) from None
+        module, inputs = _factory(model)
+        try:
+            artefact = compile_model(module, inputs, chosen)
+            artefact.save(out)
+            check = load(out, check=False).check()
+        except (ArtefactError, ValueError, TypeError) as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
+        table = Table(title=f"{out}: {artefact.metadata['name']}; {check}", show_header=False)
+        for product in artefact.metadata["products"]:
+            detail = ", ".join(f"{k}={v}" for k, v in product.items() if k not in ("node", "op"))
+            table.add_row(product["node"], product["op"], detail)
+        show({**artefact.metadata, "out": str(out)}, table, as_json)
+        if not check.good:
+            raise typer.Exit(1)

@@ -1,0 +1,137 @@
+"""Pooling layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from voxmma.derive import check_max_voxels
+from voxmma.kernel_map import KernelMap, padding_triple
+from voxmma.nn.functional import pool as F
+from voxmma.nn.functional.sparse_conv import KernelSize, Target, dilation_triple, kernel_triple, stride_triple
+from voxmma.voxels import Voxels
+
+
+class _Pool3d(nn.Module):
+    def __init__(
+        self,
+        kernel_size: KernelSize,
+        stride: KernelSize | None = None,
+        dilation: KernelSize = 1,
+        padding: KernelSize | None = None,
+    ) -> None:
+        super().__init__()
+        self.kernel_size = kernel_triple(kernel_size)
+        self.stride = self.kernel_size if stride is None else stride_triple(stride)
+        self.dilation = dilation_triple(dilation)
+        self.padding = padding_triple(padding, self.kernel_size, self.dilation)
+
+    @staticmethod
+    def _pool(x: Voxels, *window: Any, **target: Any) -> Voxels:
+        raise NotImplementedError
+
+    def forward(
+        self, x: Voxels, kernel_map: KernelMap | None = None, *, coords: Target | None = None
+    ) -> Voxels:
+        """(N, C) voxels to (M, C) voxels; `kernel_map` and `coords` as in SparseConv3d."""
+        return self._pool(
+            x,
+            self.kernel_size,
+            self.stride,
+            self.dilation,
+            self.padding,
+            coords=coords,
+            kernel_map=kernel_map,
+        )
+
+    def extra_repr(self) -> str:
+        parts = [f"kernel_size={self.kernel_size}, stride={self.stride}"]
+        if self.dilation != (1, 1, 1):
+            parts.append(f"dilation={self.dilation}")
+        if self.padding != padding_triple(None, self.kernel_size, self.dilation):
+            parts.append(f"padding={self.padding}")
+        return ", ".join(parts)
+
+
+class SparseMaxPool3d(_Pool3d):
+    """Largest voxel of each window; see voxmma.nn.functional.max_pool.
+
+    Args:
+        kernel_size: one int or three, 1 to 9 each. stride: default kernel_size; 1 keeps the voxels of x.
+        dilation, padding: one int or three; padding defaults to (kernel_size // 2) * dilation for odd sizes
+            and 0 for even ones.
+
+    Raises TypeError or ValueError naming the argument.
+    """
+
+    _pool = staticmethod(F.max_pool)
+
+
+class SparseMinPool3d(_Pool3d):
+    """Smallest voxel of each window; see voxmma.nn.functional.min_pool. Arguments as SparseMaxPool3d."""
+
+    _pool = staticmethod(F.min_pool)
+
+
+class SparseSumPool3d(_Pool3d):
+    """Sum of each window; see voxmma.nn.functional.sum_pool. Arguments as SparseMaxPool3d."""
+
+    _pool = staticmethod(F.sum_pool)
+
+
+class SparseAvgPool3d(_Pool3d):
+    """Mean of the voxels present in each window; see voxmma.nn.functional.avg_pool. Arguments as
+    SparseMaxPool3d."""
+
+    _pool = staticmethod(F.avg_pool)
+
+
+class Unpool(nn.Module):
+    """Every voxel takes the features of its coarse voxel; see voxmma.nn.functional.unpool.
+
+    Args:
+        stride: one int or three, 1 to 9 each.
+        generative: all children instead of the finer voxels that strided layers started from.
+        max_voxels: most voxels the layer may make, default 2^26.
+
+    Raises TypeError or ValueError naming the argument.
+    """
+
+    def __init__(
+        self, stride: KernelSize = 2, *, generative: bool = False, max_voxels: int | None = None
+    ) -> None:
+        super().__init__()
+        self.stride = kernel_triple(stride)
+        self.generative = generative
+        check_max_voxels(max_voxels)
+        self.max_voxels = max_voxels
+
+    def forward(self, x: Voxels, *, coords: Target | None = None) -> Voxels:
+        """(N, C) voxels to (M, C) finer voxels, those of `coords` where given."""
+        return F.unpool(x, self.stride, coords=coords, generative=self.generative, max_voxels=self.max_voxels)
+
+    def extra_repr(self) -> str:
+        return f"stride={self.stride}" + (", generative=True" if self.generative else "")
+
+
+class GlobalMaxPool(nn.Module):
+    """(batch_size, C) largest feature of each sample; see voxmma.nn.functional.global_max_pool."""
+
+    def forward(self, x: Voxels) -> torch.Tensor:
+        return F.global_max_pool(x)
+
+
+class GlobalAvgPool(nn.Module):
+    """(batch_size, C) mean of each sample, 0 for an empty one."""
+
+    def forward(self, x: Voxels) -> torch.Tensor:
+        return F.global_avg_pool(x)
+
+
+class GlobalSumPool(nn.Module):
+    """(batch_size, C) sum of each sample, 0 for an empty one."""
+
+    def forward(self, x: Voxels) -> torch.Tensor:
+        return F.global_sum_pool(x)

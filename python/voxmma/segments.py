@@ -1,0 +1,99 @@
+"""Sums over the voxels of each sample: deterministic, differentiable any number of times, no host sync.
+
+Rows are added in blocks of 64 in sample order, the partial sums again in blocks of 64, and so on: a fixed
+tree, so results repeat bit by bit and the rounding error grows with the logarithm of the number of voxels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from voxmma.coords import CoordSet
+
+BLOCK = 64
+
+
+@torch.compiler.disable
+def _build(coords: CoordSet) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(row indices, start of each block among them) of every level of the tree, both int64."""
+    with torch.inference_mode(False), torch.no_grad():
+        samples, device = coords.batch_size, coords.device
+        size = coords.counts
+        rows = torch.sort(coords.coords[:, 0], stable=True).indices
+        longest, total = coords.num, coords.num  # bounds the host knows without asking the device
+        levels = []
+        while True:
+            last = longest <= BLOCK
+            blocks = torch.ones_like(size) if last else ((size + BLOCK - 1) // BLOCK).clamp(min=1)
+            count = samples if last else total // BLOCK + samples  # at least blocks.sum()
+            block = torch.arange(count, device=device)
+            ends = torch.cumsum(blocks, 0)
+            sample = torch.searchsorted(ends, block, right=True).clamp(max=samples - 1)
+            first, start = ends - blocks, torch.cumsum(size, 0) - size
+            inside = torch.minimum((block - first[sample]) * BLOCK, size[sample])
+            levels.append((rows, start[sample] + inside))
+            if last:
+                return levels
+            size, longest, total = blocks, -(-longest // BLOCK), count
+            rows = block
+
+
+def tree(coords: CoordSet) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The levels of the tree over the samples, leaves first: (rows, start of each block among them), int64.
+
+    Rows of the first level are rows of `coords`, those of the next are blocks of the level before; blocks of
+    the last are the samples. No block is longer than 64 rows. Built once. Needs batch_size > 0.
+    """
+    if coords._segments is None:
+        coords._segments = _build(coords)
+    return coords._segments
+
+
+def _sum(values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
+    if coords.batch_size == 0:
+        return values.new_zeros((0, values.shape[1]))
+    for rows, starts in tree(coords):
+        values = torch.embedding_bag(values, rows, starts)[0]
+    return values
+
+
+class _SampleSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
+        ctx.coords = coords
+        return _sum(values, coords)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Spread.apply(grad, ctx.coords), None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stats: torch.Tensor, coords: CoordSet) -> torch.Tensor:
+        ctx.coords = coords
+        return stats.index_select(0, coords.coords[:, 0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _SampleSum.apply(grad, ctx.coords), None
+
+
+def sample_sum(values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
+    """(batch_size, C) sums of the rows (N, C) of each sample, zeros for empty samples.
+
+    `values` is fp32 or fp64 on the device of `coords` and lies in its row order; the sum has its dtype.
+    """
+    return _SampleSum.apply(values, coords)
+
+
+def sample_mean(values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
+    """(batch_size, C) means of the rows of each sample, zeros for empty samples; else as `sample_sum`."""
+    return sample_sum(values, coords) / coords.counts.clamp(min=1).to(values.dtype).unsqueeze(1)
+
+
+def spread(stats: torch.Tensor, coords: CoordSet) -> torch.Tensor:
+    """(N, C) row of `stats` (batch_size, C) of each voxel's sample; the transpose of `sample_sum`."""
+    return _Spread.apply(stats, coords)

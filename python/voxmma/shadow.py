@@ -1,0 +1,206 @@
+"""Shadow verification: now and then a call is recomputed in fp64, and a layer that errs goes back to fp32.
+
+    watch = voxmma.shadow.verify(model, every=100, rows=64)
+    ...                                  # train or infer as always
+    watch.breaches                       # what was found; empty is good
+    watch.remove()
+
+One call in `every` of each sparse convolution layer is checked: `rows` of its output rows, all channels,
+against fp64 on the very operands the kernel read, held to the worst-case bound of the mode that ran
+(accuracy.bound). Such a call waits for the device; the others cost a counter. On a breach the layer is set to
+fp32 accumulators, which an explicit False makes final, with one warning and an entry in `breaches`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from voxmma import accuracy
+from voxmma.explain import Record
+from voxmma.kernel_map import KernelMap
+from voxmma.overflow import rescaled_floor
+
+Observer = Callable[[Tensor, Tensor, "Tensor | None", KernelMap, Tensor, Record], None]
+
+_observers: list[Observer] = []
+
+
+def observe(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mapping: KernelMap, y: Tensor, record: Record
+) -> None:
+    """Shows a finished call to the observers; convolution functions call it once. Compiled calls show none."""
+    if _observers and not torch.compiler.is_compiling():
+        for observer in tuple(_observers):
+            observer(x.detach(), weight.detach(), bias, mapping, y.detach(), record)
+
+
+def limit(x: Tensor, weight: Tensor, record: Record, biased: bool = False) -> accuracy.Bound:
+    """The worst-case bound of a call's cells: every offset active. Waits for the device if it was rescaled."""
+    volume, reduced = weight.shape[0], weight.shape[-2]
+    chip = "simt" if record.tile.startswith("simt") else accuracy.arch_of(x.device)
+    narrow = record.accumulator.startswith("fp16")
+    operands: torch.dtype | str = torch.float16 if narrow or record.rescaled else record.compute_dtype
+    if record.tile.endswith("_tf32"):
+        operands = "tf32"
+    found = accuracy.bound(
+        record.accumulator,
+        volume * reduced + biased,
+        operands,
+        record.out_dtype,
+        chip,
+        offsets=volume,
+        chunk=record.chunk,
+    )
+    if not record.rescaled:
+        return found
+    floor = rescaled_floor(found.floor, volume * reduced, x, weight.to(x.dtype), chunk=record.chunk)
+    return accuracy.Bound(found.eta, floor, found.formula)
+
+
+def reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mapping: KernelMap, rows: Tensor, record: Record
+) -> tuple[Tensor, Tensor]:
+    """(y64, abs64) of the output rows `rows`, both (len(rows), C_out), on the operands that the tile reads."""
+    table = mapping.neighbor_table()[:, rows.to(mapping.device)].long()
+    pairs = []
+    for row in table:
+        out = torch.nonzero(row >= 0).flatten()
+        pairs.append((row[out], out))
+    operands = [x, weight.to(x.dtype)]
+    if record.tile.endswith("_tf32"):
+        operands = [accuracy.quantise(t, "tf32") for t in operands]
+    return accuracy.reference_conv(operands[0], operands[1], pairs, len(rows), bias)
+
+
+@dataclass(frozen=True)
+class Breach:
+    """A checked call that was outside its bound."""
+
+    layer: str
+    call: int
+    """Number of the layer's call, from 0."""
+    record: Record
+    errors: accuracy.Errors
+    limit: accuracy.Bound
+
+    def __str__(self) -> str:
+        if self.errors.nonfinite:
+            what = f"{self.errors.nonfinite} of {self.errors.cells} checked cells are not finite"
+        else:
+            what = f"max eta {self.errors.max_eta:.2e} is above the bound {self.limit.eta:.2e}"
+        return f"{self.layer}, call {self.call}: {what} ({self.record})"
+
+
+def check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mapping: KernelMap,
+    y: Tensor,
+    record: Record,
+    rows: Tensor,
+) -> tuple[accuracy.Errors, accuracy.Bound]:
+    """Errors of the given output rows, and the bound that they should keep. Waits for the device.
+
+    Cells whose fp64 value is beyond the output's range count as right when they are infinite with its sign.
+    """
+    y64, abs64 = reference(x, weight, bias, mapping, rows, record)
+    got = y[rows.to(y.device)].double()
+    largest = accuracy.FORMATS[accuracy.format_name(record.out_dtype)].max
+    unbounded = (y64.abs() > largest) & (got == torch.sign(y64) * torch.inf)
+    got = torch.where(unbounded, y64, got)
+    bound = limit(x, weight, record, bias is not None)
+    return accuracy.errors(got, y64, abs64, bound.floor), bound
+
+
+class Watch:
+    """What `verify` returns: counters, breaches, and `remove()`."""
+
+    def __init__(self, layers: dict[str, nn.Module], every: int, rows: int, seed: int) -> None:
+        self.breaches: list[Breach] = []
+        self.calls = dict.fromkeys(layers, 0)
+        self.checked = dict.fromkeys(layers, 0)
+        self._layers, self._every, self._rows = layers, every, rows
+        self._generator = torch.Generator().manual_seed(seed)
+        self._running: list[str] = []
+        self._hooks = []
+        for name, layer in layers.items():
+            self._hooks.append(layer.register_forward_pre_hook(self._enter(name)))
+            self._hooks.append(layer.register_forward_hook(self._leave, always_call=True))
+        _observers.append(self._observe)
+
+    def _enter(self, name: str) -> Callable[[nn.Module, object], None]:
+        def hook(module: nn.Module, inputs: object) -> None:
+            self._running.append(name)
+
+        return hook
+
+    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
+        self._running.pop()
+
+    def _observe(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mapping: KernelMap,
+        y: Tensor,
+        record: Record,
+    ) -> None:
+        if not self._running:
+            return
+        name = self._running[-1]
+        call = self.calls[name]
+        self.calls[name] += 1
+        if call % self._every or y.numel() == 0:
+            return
+        self.checked[name] += 1
+        rows = torch.randperm(len(y), generator=self._generator)[: self._rows]
+        bias = None if bias is None else bias.detach()
+        errors, bound = check(x, weight, bias, mapping, y, record, rows)
+        if not errors.within(bound):
+            self._demote(Breach(name, call, record, errors, bound))
+
+    def _demote(self, breach: Breach) -> None:
+        first = not any(found.layer == breach.layer for found in self.breaches)
+        self.breaches.append(breach)
+        layer = self._layers[breach.layer]
+        layer.use_fp16_accum, layer.accumulator = False, None  # type: ignore[assignment]
+        if first:
+            warnings.warn(f"shadow verification: {breach}; the layer runs in fp32 from now on", stacklevel=2)
+
+    def remove(self) -> None:
+        """Stops watching. Layers that were demoted stay so."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._observe in _observers:
+            _observers.remove(self._observe)
+
+
+def sparse_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The sparse convolution layers of a model by name ('' for the model itself)."""
+    wanted = ("use_fp16_accum", "accumulator", "compute_dtype", "weight")
+    return {n: m for n, m in model.named_modules() if all(hasattr(m, attribute) for attribute in wanted)}
+
+
+def verify(model: nn.Module, every: int = 100, rows: int = 64, seed: int = 0) -> Watch:
+    """Watches the sparse convolution layers of `model` from the next call on, see the module.
+
+    Args:
+        every: one call of each layer in so many is checked, the first one included. rows: output rows
+            recomputed a check. seed: of their choice.
+
+    Compiled calls are not seen. Raises ValueError when the model has no sparse convolution layer, or for a
+    number below 1.
+    """
+    layers = sparse_layers(model)
+    if not layers:
+        raise ValueError("model has no sparse convolution layer")
+    if every < 1 or rows < 1:
+        raise ValueError(f"every and rows must be at least 1, got {every} and {rows}")
+    return Watch(layers, every, rows, seed)

@@ -1,0 +1,289 @@
+"""Frozen exports: what they compute, that the process does not matter to them, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from typer.testing import CliRunner
+
+import voxmma
+from voxmma import export, torchflags
+from voxmma.export import ArtefactError, compile_model, load
+from voxmma.policy import ComputeSpec, PolicyError, Precision, PrecisionPolicy
+
+from conftest import random_coords
+
+TF32 = PrecisionPolicy.custom({"Compute": "tf32"})
+HALF_SUM = PrecisionPolicy.auto_mixed.with_compute(ComputeSpec(Precision.F16, Precision.F16))
+
+
+class Net(nn.Module):
+    """Convolution, transposed convolution, attention, matmul and linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 16, 3, 2, 1), nn.ConvTranspose2d(16, 16, 2, 2)
+        self.norm, self.head = nn.BatchNorm2d(16), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.norm(self.up(self.down(x)))).flatten(2).transpose(1, 2)
+        y = torch.nn.functional.scaled_dot_product_attention(y, y, y)
+        y = y + 0.1 * (y @ y.transpose(1, 2) @ y) / y.shape[1]
+        out: torch.Tensor = self.head(y.mean(1))
+        return out
+
+
+class SparseNet(nn.Module):
+    """Two sparse layers on coordinates the module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.voxels = voxmma.Voxels(random_coords(90, 6), torch.zeros(90, 8))
+        self.first, self.second = voxmma.nn.SparseConv3d(8, 16, 3), voxmma.nn.SparseConv3d(16, 4, 3)
+
+    def forward(self, feats: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.voxels.with_feats(feats))).feats
+
+
+def net() -> tuple[nn.Module, torch.Tensor]:
+    return Net().eval(), torch.randn(2, 3, 8, 8)
+
+
+def error(found: torch.Tensor, model: nn.Module, x: torch.Tensor) -> float:
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(x.double())
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.floats(-(2.0**120), 2.0**120, width=32, allow_subnormal=False))
+def test_rounding_to_tf32(value: float) -> None:
+    x = torch.tensor([value])
+    rounded = export.round_tf32(x)
+    assert int(rounded.view(torch.int32)) & 0x1FFF == 0
+    assert abs(float(rounded) - value) <= 2.0**-11 * abs(value)
+    assert torch.equal(export.round_tf32(rounded), rounded)
+    assert torch.equal(export.round_tf32(-x), -rounded)
+
+
+def test_rounding_to_tf32_at_the_edges() -> None:
+    tie = torch.tensor([1.0 + 2.0**-11, 1.0 + 2.0**-11 - 2.0**-23])
+    assert export.round_tf32(tie).tolist() == [1.0 + 2.0**-10, 1.0]
+    odd = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
+    assert torch.equal(export.round_tf32(odd).nan_to_num(7.0), odd.nan_to_num(7.0))
+
+
+def test_frozen_operators_obey_the_dispatcher() -> None:
+    ops, x = torch.ops.voxmma, torch.randn(2, 3, 4, 4)
+    a, b = torch.randn(5, 4), torch.randn(6, 4)
+    for op, args in (
+        (ops.frozen_linear.default, (a, b, torch.randn(6), "tf32")),
+        (ops.frozen_matmul.default, (a, b.t(), "ieee")),
+        (
+            ops.frozen_convolution.default,
+            (x, torch.randn(3, 2, 2, 2), None, [2, 2], [0, 0], [1, 1], True, [0, 0], 1, "tf32"),
+        ),
+        (ops.frozen_attention.default, (x, x, x, None, True, None, False, "ieee")),
+    ):
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+    with pytest.raises(ValueError, match="fp32_precision"):
+        ops.frozen_matmul(a, b.t(), "bf16")
+    assert torch.equal(ops.frozen_matmul(a, b.t(), "ieee"), a @ b.t())
+    assert torch.equal(ops.frozen_matmul(a, b.t(), "tf32"), export.round_tf32(a) @ export.round_tf32(b.t()))
+
+
+@pytest.mark.parametrize(
+    ("policy", "low", "high"),
+    [
+        (PrecisionPolicy.always_f32, 0.0, 1e-6),
+        (TF32, 1e-5, 2e-3),
+        (PrecisionPolicy.auto_mixed, 1e-5, 5e-3),
+        (PrecisionPolicy.auto_mixed_bf16, 1e-4, 5e-2),
+    ],
+)
+def test_a_frozen_network_is_as_exact_as_its_policy(
+    policy: PrecisionPolicy, low: float, high: float, tmp_path: Path
+) -> None:
+    model, x = net()
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    artefact = compile_model(model, (x,), policy)
+    assert low <= error(artefact(x), model, x) < high
+    check = artefact.check()
+    assert check.good and check.error <= check.tolerance < 1e3 * max(check.error, 1e-7)
+    artefact.save(tmp_path / "net.pt2")
+    again = load(tmp_path / "net.pt2")
+    assert torch.equal(again(x), artefact(x))
+    assert again.policy == policy and again.metadata == artefact.metadata
+    assert len(again.metadata["products"]) == 6
+    for product in again.metadata["products"]:
+        if policy.forward.input.is_half:
+            assert product["operands"] == str(policy.forward.input.dtype).removeprefix("torch.")
+        else:
+            assert product["fp32_precision"] == ("tf32" if policy.tf32 else "ieee")
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_the_process_does_not_matter_and_is_not_touched(tmp_path: Path) -> None:
+    model, x = net()
+    for name, policy in (("exact", PrecisionPolicy.always_f32), ("fast", TF32)):
+        compile_model(model, (x,), policy).save(tmp_path / name)
+    plain = torchflags.snapshot(), voxmma.settings.snapshot()
+    exact, fast = load(tmp_path / "exact"), load(tmp_path / "fast")
+    assert (torchflags.snapshot(), voxmma.settings.snapshot()) == plain
+    first, second = exact(x), fast(x)
+    assert error(first, model, x) < 1e-6 < 1e-5 < error(second, model, x)
+    for on in (True, False):
+        with torchflags.preserved():
+            torchflags.set_tf32(on)
+            here = torchflags.snapshot()
+            for _ in range(2):  # side by side
+                assert torch.equal(exact(x), first) and torch.equal(fast(x), second)
+            assert torch.equal(load(tmp_path / "fast")(x), second)
+            assert torchflags.snapshot() == here
+
+
+def test_the_accumulator_of_sparse_layers_is_frozen() -> None:
+    model = SparseNet().eval()
+    feats = torch.randn(90, 8)
+    found = {}
+    for ambient in (None, True, False):
+        voxmma.set_fp16_accum(ambient)
+        for policy in (PrecisionPolicy.always_f32, PrecisionPolicy.auto_mixed, HALF_SUM):
+            artefact = compile_model(model, (feats,), policy)
+            rows = artefact.metadata["products"]
+            assert [r["accumulator"] for r in rows] == [policy.forward.accumulator_name] * 2
+            out = artefact(feats)
+            assert torch.equal(found.setdefault(str(policy), out), out)
+        assert voxmma.settings.snapshot().fp16_accum is ambient
+    errors = [error(out, model, feats) for out in found.values()]
+    assert errors[0] < 1e-5 < errors[1] < errors[2] < 1e-2
+    assert model.first.use_fp16_accum is None and model.first.compute_dtype is None
+
+
+def test_a_float32_product_that_cannot_be_frozen_is_refused() -> None:
+    class Sums(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("ij,kj->ik", x, x)
+
+    x = torch.randn(4, 4)
+    with pytest.raises(ArtefactError, match="einsum"):
+        compile_model(Sums(), (x,))
+    half = compile_model(Sums(), (x,), "auto_mixed")  # its operands are fp16: nothing to freeze
+    assert torch.equal(half(x), (x.half() @ x.half().t()).float())
+    with pytest.raises(TypeError, match="float64"):
+        compile_model(nn.Linear(2, 2).double(), (torch.ones(1, 2, dtype=torch.float64),))
+
+
+def test_files_that_are_not_what_they_say_are_refused(tmp_path: Path) -> None:
+    model, x = net()
+    artefact = compile_model(model, (x,), "auto_mixed")
+    path = tmp_path / "net.pt2"
+    torch.export.save(artefact.program, str(path))
+    with pytest.raises(ArtefactError, match="not written by voxmma"):
+        load(path)
+
+    good = dict(artefact.metadata)
+    artefact.metadata = {**good, "format": 2}
+    artefact.save(path)
+    with pytest.raises(ArtefactError, match="format 2"):
+        load(path)
+    artefact.metadata = {**good, "tolerance": good["error"] / 2}
+    artefact.save(path)
+    with pytest.raises(ArtefactError, match="ABOVE the tolerance"):
+        load(path)
+    assert not load(path, check=False).check().good
+
+    artefact.metadata = good
+    with torch.no_grad():
+        next(v for k, v in artefact.program.state_dict.items() if k.endswith("head.weight")).mul_(1.03)
+    artefact.save(path)
+    with pytest.raises(ArtefactError, match="weights"):
+        load(path)
+    artefact.metadata = {**good, "weights": export._weights_hash(artefact.program.state_dict)}
+    artefact.save(path)
+    with pytest.raises(
+        ArtefactError, match="other numbers"
+    ):  # 3 % of one layer is more than the bound allows
+        load(path)
+
+
+@pytest.mark.gpu
+def test_frozen_precision_holds_on_a_gpu_whatever_the_switches() -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("no TF32 below capability 8.0")
+    model = nn.Linear(512, 512).cuda()
+    x = torch.randn(256, 512, device="cuda")
+    exact, fast = compile_model(model, (x,)), compile_model(model, (x,), TF32)
+    for on in (True, False):
+        with torchflags.preserved():
+            torchflags.set_tf32(on)
+            here = torchflags.snapshot()
+            assert error(exact(x), model, x) < 2e-6 < 5e-5 < error(fast(x), model, x) < 2e-3
+            assert torchflags.snapshot() == here
+
+
+# ---------------------------------------------------------------- the command
+MODEL = """
+import torch
+def small():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4)
+    return torch.nn.Sequential(*layers), (torch.randn(8, 16),)
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def command() -> typer.Typer:
+    app = typer.Typer()
+    export.register(app)
+
+    @app.command()
+    def other() -> None:
+        """A second command, so that the first keeps its name."""
+
+    return app
+
+
+def test_the_command(command: typer.Typer, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    where, runner = f"{tmp_path / 'model.py'}:small", CliRunner()
+
+    def run(*flags: str) -> Any:
+        return runner.invoke(command, ["compile", where, "-o", str(tmp_path / "a.pt2"), *flags])
+
+    with torchflags.preserved():
+        torchflags.set_tf32(True)  # whatever the process does, the default is no
+        plain = run("--json")
+    assert plain.exit_code == 0, plain.output
+    assert json.loads(plain.stdout)["tf32"] is False
+    exact = load(tmp_path / "a.pt2")
+    assert run("--tf32").exit_code == 0
+    fast = load(tmp_path / "a.pt2")
+    x = torch.randn(8, 16)
+    assert 1e-5 < float((exact(x) - fast(x)).norm() / exact(x).norm()) < 1e-2
+    both = run("--policy", "auto_mixed", "--fp16-accum")
+    assert both.exit_code == 0 and load(tmp_path / "a.pt2").metadata["fp16_accum"] is True
+    for flags, message in ((("--fp16-accum",), "f32 accumulator"), (("--policy", "mixed"), "unknown policy")):
+        refused = run(*flags)
+        assert refused.exit_code == 2 and message in refused.output
+    for bad in (f"{tmp_path / 'model.py'}:wrong", f"{tmp_path / 'model.py'}:none", "nowhere.py:small"):
+        assert runner.invoke(command, ["compile", bad, "-o", str(tmp_path / "b.pt2")]).exit_code == 2
+
+
+def test_flags_make_a_policy_or_an_error() -> None:
+    assert export.choose_policy("always_f32", True, False) == TF32
+    assert export.choose_policy("auto_mixed", False, True) == HALF_SUM
+    with pytest.raises(PolicyError):
+        export.choose_policy("always_f32", True, True)

@@ -1,0 +1,308 @@
+"""Promoted fp16 accumulators, fp32 on tensor cores, and the machine code behind the tile table."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import voxmma
+from voxmma import accuracy
+from voxmma.nn import SparseConv3d
+from voxmma.nn.functional import spatially_sparse_conv
+from voxmma.tiles import CHUNKS, Tile, compiled
+
+from conftest import random_coords
+
+CPU = torch.device("cpu")
+
+
+def scene(device: torch.device, n: int = 300) -> voxmma.Voxels:
+    size = 20_000 if device.type == "cuda" else n
+    coords = random_coords(size, 40 if device.type == "cuda" else 8, seed=3).to(device)
+    return voxmma.Voxels(coords, torch.zeros(size, 1, device=device))
+
+
+def draw(family: str, dtype: torch.dtype, n: int, c: int, c_out: int, device: torch.device) -> list[Tensor]:
+    drawn = accuracy.FAMILIES[family]
+    g = torch.Generator().manual_seed(7)
+    shapes = ((n, c), (27, c, c_out), (n, c_out))
+    made = (drawn.activations, drawn.weights, drawn.gradients)
+    return [make(shape, dtype, g, device) for make, shape in zip(made, shapes, strict=True)]
+
+
+# ---- promoted accumulators ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("chunk", list(CHUNKS))
+def test_cpu_rounds_every_chunk_of_an_offset(chunk: str, groups: int) -> None:
+    """The emulation, written out once more: per offset and chunk a product rounded to fp16, added in fp32."""
+    coords, c = random_coords(60, 5), 96
+    x = torch.randint(-40, 41, (60, c * groups)).half() / 8  # products and sums exact in fp32
+    w = torch.randint(-40, 41, (27, groups, c, 5)).half() / 8
+    w = w if groups > 1 else w[:, 0]
+    voxels = voxmma.Voxels(coords, x)
+    out = spatially_sparse_conv(
+        voxels, w, 3, groups=groups, accumulator=f"fp16_promoted:{chunk}", out_dtype=torch.float32
+    )
+    step = c if chunk == "offset" else int(chunk)
+    expected = torch.zeros(60, groups, 5)
+    grouped = w.view(27, groups, c, 5).float()
+    for k, (rows, outs) in enumerate(voxmma.kernel_map(voxels.coord_set, 3).pairs()):
+        taken = x[rows].view(-1, groups, c).float()
+        for first in range(0, c, step):
+            piece = torch.einsum("pgc,gco->pgo", taken[..., first : first + step],
+                                 grouped[k, :, first : first + step])  # fmt: skip
+            expected[outs] += piece.half().float()
+    assert torch.equal(out.feats, expected.flatten(1))
+    record = voxmma.explain(out)
+    assert (record.accumulator, record.chunk) == ("fp16_promoted", CHUNKS[chunk])
+    assert record.requested == f"fp16_promoted:{chunk}" and record.decided_by == "module"
+    assert record.tile == record.dgrad_tile == ("cpu_poff" if chunk == "offset" else f"cpu_p{chunk}")
+    assert record.wgrad_tile == "cpu" and f"fp16_promoted:{chunk} accumulator" in str(record)
+
+
+@pytest.mark.parametrize("chunk", list(CHUNKS))
+def test_promoted_error_does_not_grow_with_channels(device: torch.device, chunk: str) -> None:
+    """Forward and dgrad within the bound, within twice the fp16 output floor, and flat from C = 32 to 256."""
+    voxels = scene(device)
+    pairs = voxmma.kernel_map(voxels.coord_set, 3).pairs()
+    seen: dict[str, list[float]] = {"forward": [], "dgrad": []}
+    plain = []
+    for c in (32, 256):
+        x, w, dy = draw("signed", torch.float16, voxels.num_voxels, c, c, device)
+        x.requires_grad_()
+        out = spatially_sparse_conv(voxels.with_feats(x), w, 3, accumulator=f"fp16_promoted:{chunk}")
+        record = voxmma.explain(out)
+        assert (record.accumulator, record.chunk) == ("fp16_promoted", CHUNKS[chunk]), record
+        (dx,) = torch.autograd.grad(out.feats, x, dy)
+        arch = accuracy.arch_of(device)
+        limit = accuracy.bound(
+            "fp16_promoted", 27 * c, x.dtype, x.dtype, arch, offsets=27, chunk=CHUNKS[chunk]
+        )
+        references = {
+            "forward": (out.feats, accuracy.reference_conv(x.detach(), w, pairs, len(x))),
+            "dgrad": (dx, accuracy.reference_dgrad(dy, w, pairs, len(x))),
+        }
+        for what, (got, (y64, abs64)) in references.items():
+            errors = accuracy.errors(got.detach(), y64, abs64, limit.floor)
+            assert errors.within(limit), (what, errors, limit)
+            floor = accuracy.errors(y64.half(), y64, abs64).rel_l2
+            if CHUNKS[chunk] == 32 or device.type == "cpu":  # longer chunks round more often on a GPU
+                assert errors.rel_l2 < 2 * floor, (what, c, errors, floor)
+            seen[what].append(errors.rel_l2)
+        narrow = spatially_sparse_conv(voxels.with_feats(x.detach()), w, 3, accumulator="fp16").feats
+        plain.append(accuracy.errors(narrow, *references["forward"][1]).rel_l2)
+    for small, large in seen.values():
+        assert large < 1.5 * small
+    assert plain[1] > 1.3 * seen["forward"][1]  # what an accumulator that is never promoted shows
+
+
+def test_promoted_requests_are_checked_and_explained() -> None:
+    x = voxmma.Voxels(random_coords(40, 5), torch.randn(40, 8))
+    with pytest.raises(ValueError, match="contradicts use_fp16_accum=False"):
+        SparseConv3d(8, 8, 3, accumulator="fp16_promoted:32", use_fp16_accum=False)
+    with pytest.raises(ValueError, match="accumulator must be one of"):
+        SparseConv3d(8, 8, 3, accumulator="fp16_promoted:48")
+    with pytest.raises(ValueError, match="leave it out"):
+        SparseConv3d(8, 8, 3, accumulator="fp64")
+    conv = SparseConv3d(8, 8, 3, accumulator="fp16_promoted:32", use_fp16_accum=True)
+    record = voxmma.explain(conv(x))
+    assert record.accumulator == "fp32" and record.chunk == 0 and "never become fp16" in record.reason
+    assert "fp16_promoted:32" in repr(conv)
+    half = voxmma.explain(conv.half()(x.half()))
+    voxmma.set_fp16_accum(False)
+    assert voxmma.explain(conv(x.half())) == half  # the layer is above the run-time setting
+    for tile, accumulator in (("cpu", "fp16_promoted"), ("cpu_p64", "fp16"), ("cpu_tf32", "fp32")):
+        kmap = voxmma.kernel_map(x.coord_set, 3).tensors
+        w = torch.randn(27, 8, 8).half()
+        with pytest.raises(RuntimeError, match=f"tile='{tile}'"):
+            torch.ops.voxmma.conv(
+                x.feats.half(), w, None, kmap, [], 40, True, False, accumulator, tile, "", "", None
+            )
+
+
+def test_compiled_and_audited_promotion(device: torch.device) -> None:
+    conv = SparseConv3d(16, 8, 3, accumulator="fp16_promoted:32").to(device).half()
+    x = voxmma.Voxels(random_coords(80, 6).to(device), torch.randn(80, 16, device=device).half())
+    with voxmma.audit() as log:
+        eager = conv(x)
+        eager.feats.float().sum().backward()
+    assert [(launch.op, launch.chunk) for launch in log if launch.op == "fprop"] == [("fprop", 32)]
+    assert {launch.chunk for launch in log if launch.op == "wgrad"} == {0}
+    assert log[0].layer == voxmma.explain(eager).layer and "promoted every 32" in str(log[0])
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    traced = compiled(x)
+    assert torch.equal(traced.feats, eager.feats) and voxmma.explain(traced) == voxmma.explain(eager)
+    with voxmma.audit() as log:
+        assert torch.equal(compiled(x).feats, eager.feats)
+    assert [(launch.op, launch.chunk) for launch in log] == [("fprop", 32)]
+
+
+# ---- fp32 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", sorted(accuracy.FAMILIES))
+@pytest.mark.parametrize("c", [32, 64])
+def test_tf32_rounds_to_nearest_and_ieee_does_not_round(device: torch.device, family: str, c: int) -> None:
+    voxels = scene(device)
+    pairs = voxmma.kernel_map(voxels.coord_set, 3).pairs()
+    x, w, dy = draw(family, torch.float32, voxels.num_voxels, c, c, device)
+    n, rows = len(x), max(len(a) for a, _ in pairs)
+    for precision in ("ieee", "tf32"):
+        with voxmma.settings.override(fp32_precision=precision):
+            xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
+            out = spatially_sparse_conv(voxels.with_feats(xs), ws, 3)
+        record = voxmma.explain(out)
+        tf32 = record.tile.endswith("_tf32")
+        assert tf32 == (precision == "tf32" and (device.type == "cpu" or "no tf32" not in record.reason))
+        dx, dw = torch.autograd.grad(out.feats, (xs, ws), dy)
+        a, b, d = (accuracy.quantise(t, "tf32") if tf32 else t for t in (x, w, dy))
+        wanted = (
+            (out.feats.detach(), 27 * c, 27, accuracy.reference_conv(a, b, pairs, n)),
+            (dx, 27 * c, 27, accuracy.reference_dgrad(d, b, pairs, n)),
+            (dw, rows, 1, accuracy.reference_wgrad(a, d, pairs)),
+        )
+        for got, length, offsets, (y64, abs64) in wanted:
+            limit = accuracy.bound("fp32", length, "tf32" if tf32 else "fp32", "fp32",
+                                   accuracy.arch_of(device), offsets=offsets)  # fmt: skip
+            errors = accuracy.errors(got, y64, abs64, limit.floor)
+            assert errors.within(limit), (precision, record, errors, limit)
+
+
+def test_tf32_shows_its_rounding() -> None:
+    """A lower bound: results without rounded operands would be far closer to fp64."""
+    voxels = scene(CPU)
+    x, w, _ = draw("signed", torch.float32, 300, 64, 64, CPU)
+    y64, abs64 = accuracy.reference_conv(x, w, voxmma.kernel_map(voxels.coord_set, 3).pairs(), 300)
+    ieee = spatially_sparse_conv(voxels.with_feats(x), w, 3)
+    assert voxmma.explain(ieee).tile == "cpu" and accuracy.errors(ieee.feats, y64, abs64).rel_l2 < 2e-6
+    voxmma.set_fp32_precision("tf32")
+    tf32 = spatially_sparse_conv(voxels.with_feats(x), w, 3)
+    assert voxmma.explain(tf32).tile == "cpu_tf32"
+    assert 1e-4 < accuracy.errors(tf32.feats, y64, abs64).rel_l2 < 1e-3
+    half = spatially_sparse_conv(voxels.with_feats(x.half()), w, 3)
+    assert voxmma.explain(half).tile == "cpu"
+
+
+@pytest.mark.gpu
+def test_3xtf32_is_as_exact_as_plain_fmas() -> None:
+    names = {tile.scheme: tile.name for tile in compiled() if tile.op == "fprop" and tile.n == 64}
+    if "3xtf32" not in names:
+        pytest.skip("this build has no 3xTF32 tile")
+    device = torch.device("cuda", 0)
+    voxels = scene(device)
+    pairs = voxmma.kernel_map(voxels.coord_set, 3).pairs()
+    for family in accuracy.FAMILIES:
+        x, w, _ = draw(family, torch.float32, voxels.num_voxels, 64, 64, device)
+        y64, abs64 = accuracy.reference_conv(x, w, pairs, len(x))
+        found = {}
+        for name in (names["3xtf32"], "simt_f32"):
+            with voxmma.settings.override(fwd_algo_mode=name):
+                out = spatially_sparse_conv(voxels.with_feats(x), w, 3)
+            assert voxmma.explain(out).tile == name
+            found[name] = accuracy.errors(out.feats, y64, abs64)
+        tensor, plain = found.values()
+        assert tensor.nonfinite == 0 and tensor.rel_l2 <= 1.05 * plain.rel_l2 + 1e-12, (family, found)
+
+
+# ---- the machine code --------------------------------------------------------------------------------------
+
+_MMA = re.compile(r"\b(HMMA|HGMMA)\.[\w.]+")
+
+
+def accumulator_types(instructions: set[str]) -> set[str]:
+    """'F16' or 'F32' of each matrix instruction: HMMA.16816.F16 and HGMMA.64x64x16.F32.BF16 say it first."""
+    found = set()
+    for text in instructions:
+        found.add(next(part for part in text.split(".") if part in ("F16", "F32")))
+    return found
+
+
+def test_accumulator_types_are_read_from_the_mnemonic() -> None:
+    assert demangled("_ZN6voxmma3fooIfEEvi") == "void voxmma::foo<float>(int)"
+    lines = (
+        "/*0a10*/ HMMA.16816.F32 R4, R8, R12, R4 ;\n/*0a20*/ HMMA.16816.F32.BF16 R4, R8, R12, R4 ;\n"
+        "/*0a30*/ HMMA.16816.F16 R4, R8, R12, R4 ;\n/*0a40*/ HGMMA.64x64x16.F16 R24, R8, gdesc[UR4], R24 ;"
+    )
+    found = [match.group() for match in _MMA.finditer(lines)]
+    assert [accumulator_types({text}) for text in found] == [{"F32"}, {"F32"}, {"F16"}, {"F16"}]
+
+
+@pytest.mark.gpu
+def test_machine_code_has_the_accumulators_of_the_table() -> None:
+    """Every kernel that a tile's launcher can start uses matrix instructions of the table's accumulator only.
+
+    Kernels are told apart by what the profiler sees each tile launch.
+    """
+    tool = shutil.which("cuobjdump") or "/usr/local/cuda/bin/cuobjdump"
+    if not Path(tool).exists():
+        pytest.skip("cuobjdump is not installed here")
+    done = subprocess.run(
+        [tool, "-sass", voxmma._C.__file__], capture_output=True, text=True, check=True, timeout=550
+    )
+    kernels: dict[tuple[str, str], set[str]] = {}
+    arch = name = ""
+    for line in done.stdout.splitlines():
+        if "arch = " in line:
+            arch = line.split("=")[1].strip()
+        elif "Function : " in line:
+            name = demangled(line.split(":")[1].strip())
+        elif match := _MMA.search(line):
+            kernels.setdefault((name, arch), set()).add(match.group())
+    capability = torch.cuda.get_device_capability()
+    checked = 0
+    for tile in compiled():
+        if tile.atom == "SIMT" or not tile.runs_on(capability):
+            continue
+        launched = _kernels_of(tile)
+        codes = [codes for (name, _), codes in kernels.items() if name in launched]
+        assert codes, f"no matrix instruction in what {tile.name} launches: {launched}"
+        expected = "F16" if tile.accum.startswith("fp16") else "F32"
+        for code in codes:
+            assert accumulator_types(code) == {expected}, (tile.name, code)
+        checked += 1
+    assert checked
+
+
+def _kernels_of(tile: Tile) -> set[str]:
+    """Names of the kernels that one call of a tile launches."""
+    from torch.profiler import ProfilerActivity, profile
+
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[tile.input]
+    device = torch.device("cuda", 0)
+    voxels = scene(device)
+    kmap = voxmma.kernel_map(voxels.coord_set, 3)
+    n = voxels.num_voxels
+    x = torch.randn(n, 64, device=device).to(dtype)
+    w = torch.randn(27, 64, 64, device=device).to(dtype)
+
+    def run() -> None:
+        if tile.op == "wgrad":
+            torch.ops.voxmma.conv_wgrad(x, x, kmap.tensors, [], 27, 1, True, "fp32", tile.name, "", None)
+        else:
+            torch.ops.voxmma.conv(
+                x, w, None, kmap.tensors, [], n, True, False, tile.accum, tile.name, "", "", None
+            )
+
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        run()
+        torch.cuda.synchronize()
+    return {event.name for event in trace.events()}
+
+
+def demangled(name: str) -> str:
+    """A C++ symbol as the profiler prints it, which asks the same function of the C++ runtime."""
+    runtime = ctypes.CDLL("libstdc++.so.6")
+    runtime.__cxa_demangle.restype = ctypes.c_void_p
+    status = ctypes.c_int()
+    text = runtime.__cxa_demangle(name.encode(), None, None, ctypes.byref(status))
+    return ctypes.cast(text, ctypes.c_char_p).value.decode() if status.value == 0 else name  # type: ignore[union-attr]

@@ -357,7 +357,7 @@ Plan = list[np.ndarray]  # order, tile_pass, passes, frag, uniq, local as in Ker
 def reference_cluster(masks: list[int]) -> list[int]:
     """Order of the rows of a tile, as `cluster_rows` of csrc/map/plan.cu.
 
-    Sorted with the rarest bits on top, then halved three times by the bit that leaves the halves the smallest unions.
+    Sorted with the rarest bits on top, then halved three times by the bit that leaves the smallest unions.
     """
     count = [sum(mask >> b & 1 for mask in masks) for b in range(32)]
     place = [sum((count[j], -j) > (count[b], -b) for j in range(32)) for b in range(32)]

@@ -110,7 +110,8 @@ def test_autocast_and_compile(device: torch.device) -> None:
 
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_op_is_complete(dtype: torch.dtype, transpose: bool) -> None:
+@pytest.mark.parametrize(("accumulator", "tile"), [("fp16", "cpu"), ("fp16_promoted", "cpu_p32")])
+def test_op_is_complete(dtype: torch.dtype, transpose: bool, accumulator: str, tile: str) -> None:
     """opcheck, an asymmetric map, groups, and gradients of gradients against those of an fp32 call."""
     device = torch.device("cpu")
     coords = random_coords(40, 5)
@@ -123,7 +124,8 @@ def test_op_is_complete(dtype: torch.dtype, transpose: bool) -> None:
     bias = normal(c_out, device=device).requires_grad_()
     rest = (*maps, 40, False, transpose)
     op = torch.ops.voxmma.conv_rescaled
-    arguments = (x, w, bias, *rest, "fp16", "cpu", "cpu", "cpu", dtype)
+    kernels = (accumulator, tile, tile, "cpu")
+    arguments = (x, w, bias, *rest, *kernels, dtype)
     opcheck(op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
     def second(call: object) -> list[Tensor]:
@@ -134,7 +136,7 @@ def test_op_is_complete(dtype: torch.dtype, transpose: bool) -> None:
     wide = second(
         lambda: torch.ops.voxmma.conv(x, w, bias, *rest, "fp32", "cpu", "cpu", "cpu", torch.float32)
     )
-    narrow = second(lambda: op(x, w, bias, *rest, "fp16", "cpu", "cpu", "cpu", torch.float32))
+    narrow = second(lambda: op(x, w, bias, *rest, *kernels, torch.float32))
     for a, b in zip(narrow, wide, strict=True):
         assert a.dtype == b.dtype
         assert float((a - b).detach().float().norm()) <= 2e-2 * float(b.detach().float().norm())
@@ -156,7 +158,7 @@ def test_missing_opposite_map_is_named() -> None:
 
 @pytest.mark.parametrize("accumulator", ["fp32", *KINDS])
 def test_gradscaler_sized_gradients(device: torch.device, accumulator: str) -> None:
-    """3e5 arrives at an fp16 layer: infinite or NaN without the rescale, right with it; never a wrong number."""
+    """3e5 at an fp16 layer: infinite or NaN without the rescale, right with it; never a wrong number."""
     voxels, pairs = case(device)
     x = normal(200, 32, device=device).half()
     w = (normal(27, 32, 16, device=device) / 30).half()

@@ -146,6 +146,18 @@ def test_compiled_and_audited_promotion(device: torch.device) -> None:
     assert [(launch.op, launch.chunk) for launch in log] == [("fprop", 32)]
 
 
+def test_compiled_layers_of_other_channels(device: torch.device) -> None:
+    """Layers share the code that torch.compile sees, which may take channels for variable: one graph."""
+    coords = random_coords(60, 6).to(device)
+    for channels in (4, 16, 8, 12):
+        conv = SparseConv3d(channels, 8, 3, accumulator="fp16_promoted:32").to(device).half()
+        x = voxmma.Voxels(coords, torch.randn(60, channels, device=device).half())
+        voxmma.kernel_map(x.coord_set, 3)
+        expected = conv(x)
+        compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x).feats, expected.feats)
+
+
 # ---- fp32 --------------------------------------------------------------------------------------------------
 
 

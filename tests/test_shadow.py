@@ -96,7 +96,7 @@ def test_biased_grouped_scaled_and_tf32_calls_pass(device: torch.device) -> None
 
 @pytest.mark.parametrize("kind", ["cell", "nan", "scaled"])
 def test_a_breach_demotes_the_layer(device: torch.device, fault: dict[str, Any], kind: str) -> None:
-    """Mutations: one corrupt row, a NaN, a result that is a little off. The layer goes to fp32, and says so."""
+    """Mutations: one corrupt cell, a NaN row, all a little off. The layer goes to fp32, and says so."""
 
     def change(y: Tensor) -> None:
         with torch.no_grad():
@@ -181,7 +181,7 @@ def test_an_exception_inside_a_layer_leaves_the_watch_in_order() -> None:
 
 @pytest.fixture
 def fast_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A board on which fp16 accumulators take half the time, promoted ones two thirds, whatever the clock says."""
+    """A board on which fp16 accumulators take half the time and promoted ones two thirds."""
     speed = {"fp32": 3.0, "fp16": 1.5, "fp16_promoted": 2.0}
     monkeypatch.setattr(
         plan_module, "_milliseconds", lambda run, device, repeats: speed[run()[1].accumulator]
@@ -228,7 +228,7 @@ def test_no_gain_means_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_whole_model_is_measured(fast_fp16: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers whose errors add up to more than estimated go back to fp32 one by one, the worst first."""
     monkeypatch.setattr(plan_module, "choose", lambda trials, budget: dict.fromkeys(trials, "fp16"))
-    model, plan = calibrated(1e-2)
+    _, plan = calibrated(1e-2)
     both = plan["error"]
     _, plan = calibrated(0.99 * both)
     chosen = [entry["accumulator"] for entry in plan["layers"].values()]

@@ -106,6 +106,33 @@ def test_accumulators_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts("signed", (FP32, FP16))[FP16] == "no fp16 error: the fp16 accumulator did not run"
 
 
+def test_a_promoted_accumulator_that_is_not_promoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    promoted = "fp16 acc fp16_promoted:32"
+    assert verdicts("one_signed", (promoted,)) == {promoted: "ok"}
+    honest = sweep.execute
+
+    def execute(op: str, mode: Mode, *rest: Any) -> tuple[Tensor, Record]:
+        claimed = honest(op, mode, *rest)[1]
+        return honest(op, MODES[FP16], *rest)[0], claimed
+
+    monkeypatch.setattr(sweep, "execute", execute)
+    assert verdicts("one_signed", (promoted,)) == {promoted: "above the bound"}
+
+
+def test_tf32_operands_that_are_not_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    tf32 = "tf32 acc fp32"
+    assert verdicts("one_signed", (tf32,)) == {tf32: "ok"}
+    honest = sweep.execute
+
+    def execute(op: str, mode: Mode, given: Operands, *rest: Any) -> tuple[Tensor, Record]:
+        below = ((given.x.view(torch.int32) - 0x2000) & ~0x1FFF).view(torch.float32)  # one TF32 step short
+        short = Operands(below, given.weight, given.dy, given.y64, given.abs64)
+        return honest(op, mode, short, *rest)
+
+    monkeypatch.setattr(sweep, "execute", execute)
+    assert verdicts("one_signed", (tf32,)) == {tf32: "above the bound"}
+
+
 def test_a_truncated_operand(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = sweep.execute
 

@@ -50,14 +50,18 @@ def full_build() -> list[dict[str, Any]]:
         if arch == 80:
             small = _row(f"sm80_{short}_wgrad_32x64_small", "wgrad", dtype, "fp32", 32, 64, 16, "MMA", 80)
             rows.append({**small, "stages": 1})
-    for n, k, chunk in itertools.product((32, 64), (32, 64), (32, 64, 128, -1)):
+    for n, (k, chunk) in itertools.product((32, 64), ((32, 32), (64, 64), (64, 128), (64, -1))):
         name = f"sm80_f16_256x{n}x{k}_acc16p{'off' if chunk == -1 else chunk}"
         row = _row(name, "fprop", "fp16", "fp16_promoted", 256, n, k, "MMA", 80)
         rows.append({**row, "promote": chunk})
-    for scheme in ("3xtf32", "tf32"):
+    for scheme, promote in (("3xtf32", 8), ("tf32", 0)):
         for n in (32, 64):
-            rows.append(_row(f"sm80_f32_256x{n}x32_{scheme}", "fprop", "fp32", "fp32", 256, n, 32, "MMA", 80))
-        rows.append(_row(f"sm80_f32_wgrad_32x64_{scheme}", "wgrad", "fp32", "fp32", 32, 64, 16, "MMA", 80))
+            row = _row(f"sm80_f32_256x{n}x32_{scheme}", "fprop", "fp32", "fp32", 256, n, 32, "MMA", 80)
+            rows.append({**row, "promote": promote})
+        for small, stages in (("", 2), ("_small", 1)):
+            name = f"sm80_f32_wgrad_32x32{small}_{scheme}"
+            row = _row(name, "wgrad", "fp32", "fp32", 32, 32, 16, "MMA", 80)
+            rows.append({**row, "promote": promote, "stages": stages})
     for short, dtype in (("f32", "fp32"), ("f64", "fp64"), ("f16", "fp16"), ("bf16", "bf16")):
         accum = "fp64" if short == "f64" else "fp32"
         rows.append(_row(f"simt_{short}", "fprop", dtype, accum, 256, 32, 32, "SIMT", 80))
@@ -128,12 +132,13 @@ def plan(
         ("fwd", torch.float32, "fp32", 128, 128, 2, H100, "sm80_f32_256x64x32_3xtf32"),
         ("fwd", torch.float32, "fp32", 128, 128, 4, H100, "simt_f32"),
         ("dgrad", torch.float32, "fp32", 256, 96, 1, A100, "sm80_f32_256x64x32_3xtf32"),
-        ("wgrad", torch.float32, "fp32", 64, 64, 1, A100, "sm80_f32_wgrad_32x64_3xtf32"),
+        ("wgrad", torch.float32, "fp32", 64, 64, 1, A100, "sm80_f32_wgrad_32x32_3xtf32"),
+        ("wgrad", torch.float32, "fp32", 64, 64, 1, ADA, "sm80_f32_wgrad_32x32_small_3xtf32"),
         ("wgrad", torch.float32, "fp32", 32, 64, 1, A100, "simt_f32_wgrad"),
         ("fwd", torch.float32, "fp32", 64, 64, 1, ADA, "simt_f32"),
         ("fwd", torch.float16, "fp16_promoted:64", 64, 64, 1, H100, "sm80_f16_256x64x64_acc16p64"),
         ("dgrad", torch.float16, "fp16_promoted:32", 32, 96, 1, ADA, "sm80_f16_256x32x32_acc16p32"),
-        ("fwd", torch.float16, "fp16_promoted:offset", 32, 32, 1, A100, "sm80_f16_256x32x32_acc16poff"),
+        ("fwd", torch.float16, "fp16_promoted:offset", 32, 32, 1, A100, "sm80_f16_256x32x64_acc16poff"),
         ("fwd", torch.float16, "fp16_promoted", 128, 256, 1, A100, "sm80_f16_256x64x64_acc16p64"),
         ("wgrad", torch.float64, "fp64", 3, 5, 1, A100, "simt_f64_wgrad"),
     ],

@@ -62,7 +62,12 @@ __device__ inline void arrive_expect(uint32_t bar, uint32_t bytes) {
 }
 // Arrives once this thread's earlier cp.async have landed.
 __device__ inline void arrive_after_copies(uint32_t bar) {
+#if defined(VOXMMA_RACECHECK)  // racecheck does not follow the asynchronous arrival: wait, then arrive
+  asm volatile("cp.async.wait_all;\n" ::: "memory");
+  arrive(bar);
+#else
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(bar) : "memory");
+#endif
 }
 __device__ inline void bulk_copy(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(smem),

@@ -1,8 +1,9 @@
 """`with voxmma.audit() as log:` lists every launch as it happens, backward ones included.
 
-The log is taken where torch dispatches `torch.ops.voxmma.conv`, `conv_rescaled` and `conv_wgrad`, below autograd and autocast:
-what it shows are the arguments that reached the kernels, not what anybody meant to ask for. The record of
-each convolution call (voxmma.explain) adds the layer, the level that decided, and the reason.
+The log is taken where torch dispatches `torch.ops.voxmma.conv`, `conv_rescaled` and `conv_wgrad`, below
+autograd and autocast: what it shows are the arguments that reached the kernels, not what anybody meant to ask
+for. The record of each convolution call (voxmma.explain) adds the layer, the level that decided, and the
+reason.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Launch:
     """Format of the operands: 'fp16', 'bf16', 'fp32' or 'fp64'."""
     accumulator: str
     chunk: int
-    """Products between promotions of an fp16 accumulator to fp32: 0 = never, -1 = one kernel offset."""
+    """Products between promotions of an fp16 (or 3xTF32) sum to fp32: 0 = never, -1 = one kernel offset."""
     output: str
     c_in: int
     c_out: int
@@ -49,9 +50,9 @@ class Launch:
         chunk = {0: "", -1: " promoted every offset"}.get(self.chunk, f" promoted every {self.chunk}")
         why = f"; {self.requested} requested by {self.decided_by}; {self.reason}" if self.decided_by else ""
         groups = f", {self.groups} groups" if self.groups > 1 else ""
-        rescaled = " (rescaled)" if self.rescaled else ""
+        inputs = f"{self.input} inputs{' (rescaled)' if self.rescaled else ''}"
         return (
-            f"{self.layer or '(no layer)'} {self.op}: {self.tile}, {self.input} inputs{rescaled}, {self.accumulator} "
+            f"{self.layer or '(no layer)'} {self.op}: {self.tile}, {inputs}, {self.accumulator} "
             f"accumulator{chunk}, {self.output} output, {self.c_in} -> {self.c_out}{groups}, "
             f"{self.volume} offsets, {self.rows} rows{why}"
         )

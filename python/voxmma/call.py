@@ -61,12 +61,13 @@ def convolve(
     flag = fp16_accum_flag(use_fp16_accum, accumulator)
     chunk = 0 if accumulator is None else parse_accumulator(accumulator)[1]
     requested, decided_by = settings.resolve_fp16_accum(flag, compute_dtype)
-    c_out = weight.shape[-1] * groups
+    # From the weight: torch.compile may treat the features' channels as variable, a parameter's never.
+    c_in, c_out = weight.shape[-2] * groups, weight.shape[-1] * groups
     ran, reason, tile, dgrad_tile, wgrad_tile = plan_call(
         compute_dtype,
         requested,
         decided_by,
-        feats.shape[1],
+        c_in,
         c_out,
         groups,
         feats.device,

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 class Record:
     """One convolution call: what its precision settings resolved to, what ran, and why they differ.
 
-    `requested` is 'fp32', 'fp16' or 'fp16_promoted:64' and the like, `decided_by` the level that asked for it ('module', 'runtime',
-    'environment', 'inference_mode', 'default'), `accumulator` what runs in the forward and the input gradient
-    (the weight gradient always accumulates in fp32, or fp64 for fp64). `chunk` is the number of channels
-    between promotions of 'fp16_promoted' (-1: once per kernel offset; 0: not promoted), `rescaled` whether
-    the operands were made fp16 by powers of two (voxmma.overflow). `tile`, `dgrad_tile` and `wgrad_tile`
-    are names of the tile table; the latter two are what a backward pass of this call runs.
+    `requested` is 'fp32', 'fp16' or 'fp16_promoted:64' and the like, `decided_by` the level that asked for it
+    ('module', 'runtime', 'environment', 'inference_mode', 'default'), `accumulator` what runs in the forward
+    and the input gradient (the weight gradient always accumulates in fp32, or fp64 for fp64). `chunk` is the
+    number of channels between promotions of 'fp16_promoted' (-1: once per kernel offset; 0: not promoted),
+    `rescaled` whether the operands were made fp16 by powers of two (voxmma.overflow). `tile`, `dgrad_tile`
+    and `wgrad_tile` are names of the tile table; the latter two are what a backward pass of this call runs.
     """
 
     layer: str
@@ -42,9 +42,9 @@ class Record:
         compute, out = (str(dtype).removeprefix("torch.") for dtype in (self.compute_dtype, self.out_dtype))
         dtypes = compute if compute == out else f"{compute} -> {out}"
         accumulator = accumulator_label(self.accumulator, self.chunk)
+        inputs = f"{dtypes} inputs{' (rescaled)' if self.rescaled else ''}"
         return (
-            f"{self.layer}: {accumulator} accumulator on {dtypes} inputs{' (rescaled)' if self.rescaled else ''}, tile "
-            f"{self.tile}; "
+            f"{self.layer}: {accumulator} accumulator on {inputs}, tile {self.tile}; "
             f"{self.requested} requested by {self.decided_by}; {self.reason}"
         )
 

@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
 from voxmma import _C, accuracy, settings, sweep
 from voxmma.accuracy import FAMILIES, Bound, Errors
@@ -76,7 +75,7 @@ class Verdict:
 
     @property
     def runs_on_request(self) -> bool:
-        """Whether an explicit request is honoured: nothing but speed, or no measurement, speaks against it."""
+        """Whether an explicit request is honoured: only speed or a missing measurement speaks against it."""
         return all(check.passed or check.name in ("gain", "record") for check in self.checks)
 
     @property
@@ -177,8 +176,13 @@ def stamp() -> str:
     return f"{path}:{found.st_mtime_ns}:{found.st_size}"
 
 
+@functools.lru_cache(maxsize=64)
+def _file_in(folder: Path) -> Path:
+    return folder / "gate.jsonl"
+
+
 def _record_file() -> Path:
-    return settings.get_cache_dir() / "gate.jsonl"
+    return _file_in(settings.get_cache_dir())
 
 
 @functools.cache

@@ -30,7 +30,7 @@ if _C.TORCH_VERSION.split(".")[:2] != torch.__version__.split(".")[:2]:  # C++ i
         f"voxmma was built for torch {_C.TORCH_VERSION}, this is torch {torch.__version__}: {_REBUILD}"
     )
 
-from voxmma.accuracy import quantise
+from voxmma.accuracy import quantise  # noqa: E402
 
 __all__: list[str] = []
 
@@ -162,8 +162,8 @@ def _check_tile(tile: str, accumulator: str, dtype: torch.dtype) -> int:
     if tile != "cpu" and not (tile == "cpu_tf32" and dtype == torch.float32):
         tf32 = " or 'cpu_tf32'" if dtype == torch.float32 else ""
         raise RuntimeError(
-            f"tile={tile!r} with tensors on the CPU, whose tile for {dtype} and {accumulator} accumulators is "
-            f"'cpu'{tf32}"
+            f"tile={tile!r} with tensors on the CPU, whose tile for {dtype} with {accumulator} accumulators "
+            f"is 'cpu'{tf32}"
         )
     return 0
 

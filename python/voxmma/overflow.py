@@ -7,8 +7,8 @@ of it can be captured in a CUDA graph:
 * `overflow_bound`: absmax(operand) x largest column sum of |weight| bounds every partial sum.
 * `fp16_operands`, and `conv_rescaled` (torch.ops.voxmma.conv_rescaled): operands times powers of two that
   bring that bound below 65504, the sum in fp32 divided by them again. bf16 operands reach fp16 accumulators
-  this way and gradients of any size (3e5 of a GradScaler) an fp16 layer, with settings.set_fp16_rescale(True)
-  or without asking where an automatic rule chose the fp16 accumulator. What does not fit the *output* dtype is
+  this way, and gradients of any size (3e5 of a GradScaler) an fp16 layer: with set_fp16_rescale(True), or
+  without asking where an automatic rule chose the fp16 accumulator. What does not fit the *output* dtype is
   infinite, as everywhere.
 * `OverflowGuard`: counts non-finite cells and inexact rescales per operation, and keeps the largest
   magnitude, in a small tensor on the device.
@@ -16,6 +16,7 @@ of it can be captured in a CUDA graph:
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from voxmma.accuracy import FORMATS
-from voxmma.tiles import chunk_of
+from voxmma.tiles import chunk_of, select_tile
 
 MAX_FP16 = FORMATS["fp16"].max
 
@@ -168,7 +169,8 @@ def rescaled_floor(
 
 _SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor[] map, Tensor[] map_t, SymInt n_out, bool symmetric, "
-    "bool transpose, str accumulator, str tile, str dgrad_tile, str wgrad_tile, ScalarType out_dtype) -> Tensor"
+    "bool transpose, str accumulator, str tile, str dgrad_tile, str wgrad_tile, ScalarType out_dtype) -> "
+    "Tensor"
 )
 
 
@@ -240,12 +242,17 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _wgrad_operand(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """An operand of the weight gradient, whose sums are fp32: only its own range can be too large for fp16."""
+    """An operand of the weight gradient, whose sums are fp32: only its own range can be too large."""
     if t.dtype == dtype or dtype != torch.float16:
         return t.to(dtype), None
     largest = t.detach().abs().amax().float() if t.numel() else t.new_zeros((), dtype=torch.float32)
     factor = safe_factor(largest)
     return (t * factor).to(dtype), factor
+
+
+@functools.lru_cache(maxsize=1024)
+def _wide_tile(c_in: int, c_out: int, groups: int, device: torch.device) -> str:
+    return select_tile("dgrad", torch.bfloat16, "fp32", c_in, c_out, groups, device).name
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
@@ -275,8 +282,20 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         maps = (own, own_t)
         if transpose:
             a, b, maps = b, a, (opposite, forward)
+        if dtype == torch.bfloat16:  # a gradient of this gradient is not rescaled: fp32 sums
+            accumulator = "fp32"
+            dgrad_tile = _wide_tile(weight.shape[-2] * groups, weight.shape[-1] * groups, groups, x.device)
         dw = torch.ops.voxmma.conv_wgrad(
-            a, b, *maps, weight.shape[0], groups, symmetric, "fp32", wgrad_tile, dgrad_tile, torch.float32
+            a,
+            b,
+            *maps,
+            weight.shape[0],
+            groups,
+            symmetric,
+            accumulator,
+            wgrad_tile,
+            dgrad_tile,
+            torch.float32,
         )
         for factor in (a_factor, b_factor):
             dw = dw if factor is None else dw / factor

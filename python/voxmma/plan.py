@@ -65,7 +65,7 @@ class Trial:
 # ---- what a plan belongs to --------------------------------------------------------------------------------
 
 
-def weights_hash(layers: Mapping[str, nn.Module]) -> str:
+def weights_hash(layers: Mapping[str, Any]) -> str:
     """SHA-256 of names, shapes, dtypes and bytes of the layers' parameters. Copies them to the host."""
     digest = hashlib.sha256()
     for name, layer in sorted(layers.items()):
@@ -76,7 +76,7 @@ def weights_hash(layers: Mapping[str, nn.Module]) -> str:
     return digest.hexdigest()
 
 
-def identity(layers: Mapping[str, nn.Module], device: torch.device) -> dict[str, str]:
+def identity(layers: Mapping[str, Any], device: torch.device) -> dict[str, str]:
     """The weights, device, driver and build that a plan is bound to; 'unknown' never equals anything."""
     if device.type == "cuda":
         from voxmma import gate  # brings the command line's packages along
@@ -127,7 +127,7 @@ def _milliseconds(run: Callable[[], object], device: torch.device, repeats: int)
     return statistics.median(times[1:])
 
 
-def _observe(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any) -> dict[str, list[_Call]]:
+def _observe(model: nn.Module, layers: Mapping[str, Any], batch: Any) -> dict[str, list[_Call]]:
     """The calls that each layer makes for one batch."""
     calls: dict[str, list[_Call]] = {name: [] for name in layers}
     running: list[str] = []
@@ -298,7 +298,7 @@ def calibrate(
         raise ValueError("batches is empty")
     former = {name: (layer.use_fp16_accum, layer.accumulator) for name, layer in layers.items()}
     training = {module: module.training for module in model.modules()}
-    device = next(layer.weight.device for layer in layers.values())
+    device = _device(layers)
     try:
         model.eval()  # statistics of norms are not to move while measuring
         _set(layers, dict.fromkeys(layers, "fp32"))
@@ -347,10 +347,14 @@ def _plain(trial: Trial) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, float) and abs(v) == float("inf") else v for k, v in fields.items()}
 
 
-def _set(layers: Mapping[str, nn.Module], accumulators: Mapping[str, str]) -> None:
+def _device(layers: Mapping[str, Any]) -> torch.device:
+    return next(next(layer.parameters()).device for layer in layers.values())
+
+
+def _set(layers: Mapping[str, Any], accumulators: Mapping[str, str]) -> None:
     for name, accumulator in accumulators.items():
-        layers[name].use_fp16_accum = None  # type: ignore[assignment]
-        layers[name].accumulator = accumulator  # type: ignore[assignment]
+        layers[name].use_fp16_accum = None
+        layers[name].accumulator = accumulator
 
 
 # ---- application -------------------------------------------------------------------------------------------
@@ -381,8 +385,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[str]:
     layers = shadow.sparse_layers(model)
     if not layers:
         raise ValueError("model has no sparse convolution layer")
-    device = next(layer.weight.device for layer in layers.values())
-    stale = _differences(then, identity(layers, device))
+    stale = _differences(then, identity(layers, _device(layers)))
     stale += [f"layer {name!r} is not in the model" for name in wanted if name not in layers]
     chosen = dict.fromkeys(layers, "fp32")
     if stale:

@@ -13,6 +13,7 @@ setting recompiles, it does not go unseen.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import threading
@@ -347,4 +348,9 @@ def get_pools() -> Pools:
 
 def get_cache_dir() -> Path:
     """Directory of the tuning cache: VOXMMA_CACHE_DIR or ~/.cache/voxmma. It need not exist."""
-    return Path(_effective("cache_dir") or "~/.cache/voxmma").expanduser()
+    return _expanded(_effective("cache_dir") or "~/.cache/voxmma")
+
+
+@functools.lru_cache(maxsize=64)
+def _expanded(folder: str) -> Path:
+    return Path(folder).expanduser()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +34,14 @@ _observers: list[Observer] = []
 def observe(
     x: Tensor, weight: Tensor, bias: Tensor | None, mapping: KernelMap, y: Tensor, record: Record
 ) -> None:
-    """Shows a finished call to the observers; convolution functions call it once. Compiled calls show none."""
+    """Shows a finished call to the observers; convolution functions call it once. Compiled calls do not."""
     if _observers and not torch.compiler.is_compiling():
         for observer in tuple(_observers):
             observer(x.detach(), weight.detach(), bias, mapping, y.detach(), record)
 
 
 def limit(x: Tensor, weight: Tensor, record: Record, biased: bool = False) -> accuracy.Bound:
-    """The worst-case bound of a call's cells: every offset active. Waits for the device if it was rescaled."""
+    """The worst-case bound of a call's cells, every offset active. Waits for the device after a rescale."""
     volume, reduced = weight.shape[0], weight.shape[-2]
     chip = "simt" if record.tile.startswith("simt") else accuracy.arch_of(x.device)
     narrow = record.accumulator.startswith("fp16")
@@ -65,7 +66,7 @@ def limit(x: Tensor, weight: Tensor, record: Record, biased: bool = False) -> ac
 def reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, mapping: KernelMap, rows: Tensor, record: Record
 ) -> tuple[Tensor, Tensor]:
-    """(y64, abs64) of the output rows `rows`, both (len(rows), C_out), on the operands that the tile reads."""
+    """(y64, abs64) of the output rows `rows`, both (len(rows), C_out), on the operands that the tile read."""
     table = mapping.neighbor_table()[:, rows.to(mapping.device)].long()
     pairs = []
     for row in table:
@@ -121,7 +122,7 @@ def check(
 class Watch:
     """What `verify` returns: counters, breaches, and `remove()`."""
 
-    def __init__(self, layers: dict[str, nn.Module], every: int, rows: int, seed: int) -> None:
+    def __init__(self, layers: dict[str, Any], every: int, rows: int, seed: int) -> None:
         self.breaches: list[Breach] = []
         self.calls = dict.fromkeys(layers, 0)
         self.checked = dict.fromkeys(layers, 0)
@@ -170,7 +171,7 @@ class Watch:
         first = not any(found.layer == breach.layer for found in self.breaches)
         self.breaches.append(breach)
         layer = self._layers[breach.layer]
-        layer.use_fp16_accum, layer.accumulator = False, None  # type: ignore[assignment]
+        layer.use_fp16_accum, layer.accumulator = False, None
         if first:
             warnings.warn(f"shadow verification: {breach}; the layer runs in fp32 from now on", stacklevel=2)
 
@@ -182,7 +183,7 @@ class Watch:
             _observers.remove(self._observe)
 
 
-def sparse_layers(model: nn.Module) -> dict[str, nn.Module]:
+def sparse_layers(model: nn.Module) -> dict[str, Any]:
     """The sparse convolution layers of a model by name ('' for the model itself)."""
     wanted = ("use_fp16_accum", "accumulator", "compute_dtype", "weight")
     return {n: m for n, m in model.named_modules() if all(hasattr(m, attribute) for attribute in wanted)}

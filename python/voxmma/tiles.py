@@ -68,8 +68,8 @@ class Tile:
     """One compiled kernel. `op` is 'fprop' (forward and input gradient) or 'wgrad'.
 
     fprop: m output rows x n output channels x k-channel chunks; wgrad: m x n block of dW, k rows a step.
-    `promote`: channels between promotions of an fp16 accumulator (0 never, -1 every offset). `arch`: 80 runs
-    on sm_80 and newer, 90 on sm_90 only.
+    `promote`: channels between promotions of an fp16 (or 3xTF32) sum to fp32 (0 never, -1 every offset).
+    `arch`: 80 runs on sm_80 and newer, 90 on sm_90 only.
     """
 
     name: str
@@ -132,7 +132,7 @@ def compiled() -> tuple[Tile, ...]:
 
 @functools.lru_cache(maxsize=256)
 def chunk_of(tile: str) -> int:
-    """Channels between promotions of a tile's fp16 accumulator (0 never, -1 every offset), by its name.
+    """Channels between promotions of a tile's sum to fp32 (0 never, -1 every offset), by its name.
 
     On the CPU the name says it: 'cpu_p32', 'cpu_p64', 'cpu_p128', 'cpu_poff'.
     """
@@ -214,7 +214,7 @@ def select_tile(
         tile
         for tile in compiled()
         if (tile.op, tile.input, tile.accum) == (kind, DTYPE_NAMES[dtype], accum)
-        and tile.promote == chunk_wanted
+        and (accum != _PROMOTED or tile.promote == chunk_wanted)
         and tile.runs_on(target)
     ]
     single_pass = [tile for tile in pool if tile.scheme == "tf32"]
@@ -344,7 +344,7 @@ def _plan_call(
     chunk: int,
     evidence: str,
 ) -> Plan:
-    """`evidence`: the state of the gate's records (gate.stamp()), so that new verdicts are seen; '' = none."""
+    """`evidence`: the state of the gate's records, gate.stamp(), so that new verdicts are seen; '' = none."""
     fwd_mode, dgrad_mode, wgrad_mode, small_ch_ceil, fp32_precision = pools
     on_cpu = isinstance(target, torch.device) and target.type == "cpu"
     exact = "fp64" if dtype == torch.float64 else "fp32"
@@ -392,8 +392,8 @@ def _plan_call(
             plan = tiles_for(exact, "tf32 allowed")
             if plan[2].endswith("_tf32"):
                 return plan
-            missing = "groups too narrow for a tf32 tile" if _has_tf32() else "this build has no tf32 tile"
-            return tiles_for(exact, f"tf32 allowed, but {missing}: ieee")
+            why = "groups too narrow for a tf32 tile" if _has_tf32() else "this build has no tf32 tile"
+            return tiles_for(exact, f"tf32 allowed, but {why}: ieee")
         return tiles_for(exact, f"{DTYPE_NAMES[dtype]} inputs")
 
     forbidden = not requested and decided_by != "default"

@@ -112,8 +112,8 @@ def test_tile_has_no_corrupt_cell(tile: Tile) -> None:
     single_pass = tile.scheme == "tf32"
     if single_pass:
         y64, abs64 = accuracy.reference_conv(*(accuracy.quantise(t, "tf32") for t in (x, w)), kmap.pairs(), n)
-    operands = "tf32" if single_pass else x.dtype
-    limit = accuracy.bound(tile.accum, 27 * CHANNELS, operands, x.dtype, arch, offsets=27, chunk=tile.promote)
+    read = "tf32" if single_pass else x.dtype
+    limit = accuracy.bound(tile.accum, 27 * CHANNELS, read, x.dtype, arch, offsets=27, chunk=tile.promote)
     first = run()
     found = accuracy.errors(first, y64, abs64, floor=limit.floor)
     assert found.nonfinite == 0 and found.within(limit), (found, limit)

@@ -8,6 +8,7 @@ CUDA_HOME, CUDA_PATH   the CUDA toolkit; else the nvcc on PATH leads to it
 VOXMMA_CUTLASS_DIR     CUTLASS' headers (else third_party/cutlass, the nvidia-cutlass wheel, a download)
 MAX_JOBS               compiler processes at a time, default 2
 VOXMMA_LINEINFO        1: keep source lines in the kernels, for profilers and compute-sanitizer
+VOXMMA_RACECHECK       1: a build that compute-sanitizer's racecheck can follow (csrc/conv/sm90.cuh says why)
 
 Build files stay in build/, by architecture and Python, so that a second build compiles only what changed.
 In place, for the interpreter at hand: ``python setup.py build_ext --inplace``.
@@ -287,6 +288,7 @@ def build_kernels(
         "VOXMMA_CUTLASS": link,
         "VOXMMA_CXX11_ABI": "ON" if cxx11_abi else "OFF",
         "VOXMMA_LINEINFO": "ON" if env.get("VOXMMA_LINEINFO") == "1" else "OFF",
+        "VOXMMA_RACECHECK": "ON" if env.get("VOXMMA_RACECHECK") == "1" else "OFF",
     }
     configure = [tool("cmake"), "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"]
     subprocess.run(configure + [f"-D{key}={value}" for key, value in options.items()], check=True)

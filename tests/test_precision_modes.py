@@ -161,6 +161,16 @@ def test_compiled_layers_of_other_channels(device: torch.device) -> None:
 # ---- fp32 --------------------------------------------------------------------------------------------------
 
 
+def subnormal_loss(tile: str, length: int, *operands: torch.Tensor) -> float:
+    """What a 3xTF32 cell of `length` products may lose near fp32's smallest numbers (csrc/conv/fprop_f32.cu).
+
+    TF32 has no bits below 2^-136, so a product of a and b is off by at most 2^-136 (|a| + |b|).
+    """
+    if not tile.endswith("_3xtf32"):
+        return 0.0
+    return 2.0**-135 * length * max(float(t.abs().max()) for t in operands)
+
+
 @pytest.mark.parametrize("family", sorted(accuracy.FAMILIES))
 @pytest.mark.parametrize("c", [32, 64])
 def test_tf32_rounds_to_nearest_and_ieee_does_not_round(device: torch.device, family: str, c: int) -> None:
@@ -185,7 +195,8 @@ def test_tf32_rounds_to_nearest_and_ieee_does_not_round(device: torch.device, fa
         for got, length, offsets, (y64, abs64) in wanted:
             limit = accuracy.bound("fp32", length, "tf32" if tf32 else "fp32", "fp32",
                                    accuracy.arch_of(device), offsets=offsets)  # fmt: skip
-            errors = accuracy.errors(got, y64, abs64, limit.floor)
+            floor = limit.floor + subnormal_loss(record.tile, length, x, w, dy)
+            errors = accuracy.errors(got, y64, abs64, floor)
             assert errors.within(limit), (precision, record, errors, limit)
 
 
@@ -221,7 +232,12 @@ def test_3xtf32_is_as_exact_as_plain_fmas() -> None:
                 out = spatially_sparse_conv(voxels.with_feats(x), w, 3)
             assert voxmma.explain(out).tile == name
             found[name] = accuracy.errors(out.feats, y64, abs64)
+            worst = float((out.feats.double() - y64).abs().max())
+            if family == "subnormal" and name == names["3xtf32"]:
+                assert worst <= subnormal_loss(name, 27 * 64, x, w), (worst, found)
         tensor, plain = found.values()
+        if family == "subnormal":  # there TF32's missing bits show, within the bound above
+            continue
         assert tensor.nonfinite == 0 and tensor.rel_l2 <= 1.05 * plain.rel_l2 + 1e-12, (family, found)
 
 

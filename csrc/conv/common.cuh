@@ -92,6 +92,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t add
 }
 
 // mbarrier of sm_80 and newer. `count` arrivals complete a phase; wait(parity) returns once phase `parity` is complete.
+// Arrivals of a warp that gives a buffer back. One is enough behind a __syncwarp, but compute-sanitizer's racecheck does
+// not follow that (sm90.cuh), so a build with VOXMMA_RACECHECK lets every lane arrive.
+#if defined(VOXMMA_RACECHECK)
+inline constexpr int kReleases = 32;
+#else
+inline constexpr int kReleases = 1;
+#endif
 __device__ __forceinline__ void mbarrier_init(uint32_t bar, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(bar), "r"(count) : "memory");
 }

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
   const int lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
-    constexpr int kConsumerWarps = C::kConsumers * 4;
+    constexpr int kConsumerWarps = C::kConsumers * 4 * kReleases;
     for (int i = 0; i < C::kStages; ++i) {
       init_barrier(weight_full + i * 8, 1);
       init_barrier(weight_empty + i * 8, kConsumerWarps);
@@ -185,8 +185,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
 #pragma unroll 1
       for (; seen < block; ++seen) {
         wait_full(weight_full + seen % C::kStages * 8, seen / C::kStages & 1);
-        __syncwarp();
-        if (lane == 0) arrive(weight_empty + seen % C::kStages * 8);
+        release(weight_empty + seen % C::kStages * 8, lane);
       }
     };
 
@@ -253,20 +252,18 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
               for (int s = 0; s < kHalf; ++s) ldmatrix_x4(a[s], at ^ (32 * s));
               cute::warpgroup_wait<0>();
               acc.fence();
-              if (lane == 0) arrive(weight_empty + stage * 8);
+              release(weight_empty + stage * 8, lane);
               ++seen;
 #pragma unroll
               for (int s = kHalf; s < kSteps; ++s) ldmatrix_x4(a[s], at ^ (32 * s));
             }
             streamed += __popc(used);
             skip_to(streamed);
-            __syncwarp();
-            if (lane == 0) arrive(row_empty + rs.index * 8);
+            release(row_empty + rs.index * 8, lane);
             rs.advance();
           }
         }
-        __syncwarp();
-        if (lane == 0) arrive(pass_empty + ps.index * 8);
+        release(pass_empty + ps.index * 8, lane);
         ps.advance();
       }
 

@@ -86,7 +86,7 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
   if (threadIdx.x == 0) {
     for (int s = 0; s < C::kStages; ++s) {
       mbarrier_init(full(s), C::kProducers * 32 + 1);  // every producer lane's copies, and the step's description
-      mbarrier_init(empty(s), C::kWarps);
+      mbarrier_init(empty(s), C::kWarps * kReleases);
     }
   }
   for (int s = 0; s < C::kStages; ++s) {  // zero rows
@@ -304,7 +304,7 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
       }
     }
     __syncwarp();  // every lane has read its operands (and its list): the stage may be overwritten
-    if (lane == 0) mbarrier_arrive(empty(stage));
+    if (kReleases == 32 || lane == 0) mbarrier_arrive(empty(stage));
     if (++stage == C::kStages) stage = 0, parity ^= 1;
   }
 

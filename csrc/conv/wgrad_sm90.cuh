@@ -136,11 +136,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kRowSlots; ++i) {
       init_barrier(row_full + i * 8, C::kGatherWarps * 32 + 1);
-      init_barrier(row_empty + i * 8, C::kConsumers * 4);
+      init_barrier(row_empty + i * 8, C::kConsumers * 4 * kReleases);
     }
     for (int i = 0; i < C::kDySlots; ++i) {
       init_barrier(dy_full + i * 8, C::kGatherWarps * 32);
-      init_barrier(dy_empty + i * 8, C::kConsumers * 4);
+      init_barrier(dy_empty + i * 8, C::kConsumers * 4 * kReleases);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -329,11 +329,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           }
           acc[j].fence();
         }
-        __syncwarp();
-        if (lane == 0) arrive(dy_empty + ds.index * 8);
+        release(dy_empty + ds.index * 8, lane);
         ds.advance();
       }
-      if (lane == 0) arrive(row_empty + rs.index * 8);
+      release(row_empty + rs.index * 8, lane);
       rs.advance();
     }
 

@@ -366,8 +366,13 @@ def test_hardware_agrees_bit_for_bit(kind: str, record_property: Callable[[str, 
 
 @pytest.mark.gpu
 def test_mma_rate_is_plausible() -> None:
-    # the best of several: other processes may share the device while one kind is measured
-    rates = {kind: max(voxmma._C.mma_rate(i) for _ in range(5)) for i, kind in enumerate(KINDS)}
-    assert all(rate > 1 for rate in rates.values()), rates
-    assert rates["f16_f16"] > 0.5 * rates["f16_f32"] > 0.5 * rates["tf32_f32"], rates
+    rates: dict[str, float] = {}
+    for _ in range(
+        10
+    ):  # other processes may share the device while one kind is measured: the best of several
+        for i, kind in enumerate(KINDS):
+            rates[kind] = max(rates.get(kind, 0.0), voxmma._C.mma_rate(i))
+        if rates["f16_f16"] > 0.9 * rates["f16_f32"] > 1.35 * rates["tf32_f32"]:
+            break
+    assert rates["f16_f16"] > 0.9 * rates["f16_f32"] > 1.35 * rates["tf32_f32"] > 1, rates
     assert set(ARCHITECTURES) >= {arch_of("cuda")}

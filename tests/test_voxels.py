@@ -391,6 +391,7 @@ def test_dense_and_back(device: torch.device) -> None:
     for (b, *cell), f in zip(x.coords.tolist(), x.feats, strict=True):
         assert torch.equal(grid[(b, slice(None), *cell)], f)
     back = Voxels.from_dense(grid, stride=2)
+    assert back.coords.is_contiguous()  # nonzero gives columns on CUDA, and the kernels want rows
     assert back.stride == (2, 2, 2) and back.batch_size == 4
     rows = back.coords.tolist()
     assert rows == sorted(x.coords.tolist())

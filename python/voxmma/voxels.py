@@ -330,6 +330,7 @@ class Voxels:
         coords = torch.nonzero(mask)
         index = coords.unbind(1)
         coords = (coords + torch.tensor((0, *start), device=dense.device)).int()
+        coords = coords.contiguous()  # nonzero gives columns on CUDA
         return Voxels._make(
             CoordSet.trusted(coords, dense.shape[0]), last[index], _positive_triple(stride, "stride")
         )

@@ -3,7 +3,8 @@
 #   make demo     the main job on a shipped scan            make test     the test suite (ARGS="-k maps" adds to pytest)
 #   make lint     ruff, mypy                                make format   ruff and clang-format, in place
 #   make build    the extension, in place                   make bench    benchmarks of this machine's GPU
-#   make docs     README tables from benchmarks/results     make clean    build files (not the environment)
+#   make docs     README tables from benchmarks/results     make site     web pages of docs/, into build/site
+#   make clean    build files (not the environment)
 #
 # Variables: PYTHON (interpreter for a new environment), VENV (environment to use; an active one by default, else .venv),
 # TORCH (requirement for an environment without torch; the default is the CPU wheel's version), and those of setup.py.
@@ -18,7 +19,7 @@ DEPS := $(VENV)/.voxmma-deps
 BUILT := $(VENV)/.voxmma-built
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: demo test lint format build bench docs clean
+.PHONY: demo test lint format build bench docs site clean
 
 demo: $(BUILT)
 	$(PY) -m voxmma demo $(ARGS)
@@ -43,6 +44,10 @@ bench: $(BUILT)
 
 docs: $(BUILT)
 	$(PY) benchmarks/readme_tables.py
+
+site: $(BUILT)
+	$(PIP) install -q --no-build-isolation -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
 	rm -rf build python/*.egg-info python/voxmma/_C.*.so $(BUILT)

@@ -39,7 +39,7 @@ def test_module_and_version() -> None:
 
 def test_help_names_every_command() -> None:
     text = invoke("--help").output
-    for name in ("demo", "doctor", "tiles", "report", "sweep"):
+    for name in ("demo", "doctor", "tiles", "report", "sweep", "compile"):
         assert name in text
         assert "--json" in invoke(name, "--help").output
     text = invoke("bench", "--help").output

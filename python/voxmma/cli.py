@@ -25,7 +25,7 @@ import voxmma
 from voxmma import bench as bench_module
 from voxmma import demo as demo_module
 from voxmma import doctor as doctor_module
-from voxmma import gate, report, speedbench, sweep
+from voxmma import export, gate, report, speedbench, sweep
 
 app = typer.Typer(
     help="3-D sparse convolution with tensor-core precision under control.",
@@ -197,7 +197,7 @@ def layers(
         raise typer.Exit(1)
 
 
-for _module in (report, speedbench, sweep):  # these define their commands themselves
+for _module in (export, report, speedbench, sweep):  # these define their commands themselves
     _module.register(app)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ MAX_OFFSET = 1 << 20
 _FRAGMENT_ROWS = 16
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Input coordinate that an output coordinate meets: out * stride - padding + k * dilation, k from 0."""
 
     kernel_size: Triple
@@ -424,10 +423,11 @@ def kernel_map(
         finer = None if generative else finer_set(source, step)
         flipped = finer is None
         target = children(source, geometry, max_voxels) if finer is None else finer
-    if source.device != target.device:
-        raise ValueError(f"out_coords is on {target.device}, in_coords is on {source.device}")
-    if source.batch_size != target.batch_size:
-        raise ValueError(f"out_coords has {target.batch_size} samples, in_coords has {source.batch_size}")
+    if target is not source:
+        if source.device != target.device:
+            raise ValueError(f"out_coords is on {target.device}, in_coords is on {source.device}")
+        if source.batch_size != target.batch_size:
+            raise ValueError(f"out_coords has {target.batch_size} samples, in_coords has {source.batch_size}")
     fine, coarse = (target, source) if transposed else (source, target)
     made = KernelMap(source, target, core_between(fine, coarse, geometry, flipped), transposed)
     if made.symmetric:
@@ -475,6 +475,11 @@ def _coord_set(value: CoordSet | Voxels, name: str) -> CoordSet:
 
 
 def _triple(value: int | Sequence[int], name: str, low: int, high: int) -> Triple:
+    if type(value) is tuple and len(value) == 3:  # every call of a layer: nothing to convert
+        x, y, z = value
+        plain = type(x) is type(y) is type(z) is int
+        if plain and low <= x <= high and low <= y <= high and low <= z <= high:
+            return value
     values = (value,) * 3 if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
     if len(values) != 3 or any(isinstance(v, bool) or not isinstance(v, int) for v in values):
         raise TypeError(f"{name} must be an int or three of them, got {value!r}")

@@ -335,14 +335,18 @@ Pools = tuple[AlgoMode, AlgoMode, AlgoMode, int, str]
 DEFAULT_POOLS: Pools = (("auto",), ("auto",), ("auto",), 0, "ieee")
 
 
-def get_pools() -> Pools:
-    """The settings of this moment, as voxmma.tiles.plan_call takes them."""
+def get_pools(dtype: torch.dtype = torch.float32) -> Pools:
+    """The settings of this moment, as voxmma.tiles.plan_call takes them for a call that computes in `dtype`.
+
+    Only fp32 calls ask for the fp32 precision; the others get 'ieee'.
+    """
+    chosen, fallback = _runtime, _environment
     return (
-        get_algo_mode("fwd"),
-        get_algo_mode("dgrad"),
-        get_algo_mode("wgrad"),
+        chosen.fwd_algo_mode or fallback.fwd_algo_mode or ("auto",),
+        chosen.dgrad_algo_mode or fallback.dgrad_algo_mode or ("auto",),
+        chosen.wgrad_algo_mode or fallback.wgrad_algo_mode or ("auto",),
         get_pcoff_f16acc_small_ch_ceil(),
-        get_fp32_precision(),
+        get_fp32_precision() if dtype == torch.float32 else "ieee",
     )
 
 

@@ -53,16 +53,17 @@ def _check_operands(
         raise ValueError(f"groups must be a positive int, got {groups!r}")
     _check_tensor(weight, "weight", x)
     _check_tensor(x.feats, "the features of x", x)
-    expected = "(K, C_in, C_out)" if groups == 1 else f"(K, {groups}, C_in / {groups}, C_out / {groups})"
-    if weight.dim() != (3 if groups == 1 else 4) or (groups > 1 and weight.shape[1] != groups):
-        raise ValueError(f"weight must be {expected} with groups={groups}, got {tuple(weight.shape)}")
-    if weight.shape[0] != volume:
-        raise ValueError(f"weight has {weight.shape[0]} offsets, kernel_size has {volume}")
-    c_in, c_out = weight.shape[-2] * groups, weight.shape[-1] * groups
+    shape, channels = weight.shape, x.feats.shape[1]
+    if len(shape) != (3 if groups == 1 else 4) or (groups > 1 and shape[1] != groups):
+        expected = "(K, C_in, C_out)" if groups == 1 else f"(K, {groups}, C_in / {groups}, C_out / {groups})"
+        raise ValueError(f"weight must be {expected} with groups={groups}, got {tuple(shape)}")
+    if shape[0] != volume:
+        raise ValueError(f"weight has {shape[0]} offsets, kernel_size has {volume}")
+    c_in, c_out = shape[-2] * groups, shape[-1] * groups
     if c_in == 0 or c_out == 0:
-        raise ValueError(f"weight must have at least one channel on each side, got {tuple(weight.shape)}")
-    if x.feats.shape[1] != c_in:
-        raise ValueError(f"x has {x.feats.shape[1]} channels, weight {tuple(weight.shape)} takes {c_in}")
+        raise ValueError(f"weight must have at least one channel on each side, got {tuple(shape)}")
+    if channels != c_in:
+        raise ValueError(f"x has {channels} channels, weight {tuple(shape)} takes {c_in}")
     if bias is not None and _check_tensor(bias, "bias", x).shape != (c_out,):
         raise ValueError(f"bias must be ({c_out},), got {tuple(bias.shape)}")
     return c_out

@@ -139,7 +139,7 @@ class SparseConv3d(nn.Module):
         the outputs shall be (a Voxels, a CoordSet or a tensor). Errors as in
         voxmma.nn.functional.spatially_sparse_conv.
         """
-        size = "x".join(map(str, self.kernel_size))
+        a, b, c = self.kernel_size
         return spatially_sparse_conv(
             x,
             self.weight,
@@ -157,7 +157,7 @@ class SparseConv3d(nn.Module):
             accumulator=self.accumulator,
             compute_dtype=self.compute_dtype,
             kernel_map=kernel_map,
-            layer=f"{type(self).__name__}({self.in_channels}, {self.out_channels}, {size})",
+            layer=f"{type(self).__name__}({self.in_channels}, {self.out_channels}, {a}x{b}x{c})",
         )
 
     def extra_repr(self) -> str:

@@ -3,7 +3,7 @@
     python examples/train_unet.py --policies always_f32,auto_mixed,fp16_sum --steps 200
 
 Rooms, furniture and labels come from `voxmma.scenes`. The network is a U of dilations (1, 2, 4, 2, 1 with
-skip connections) on one grid: the coarser grids of a U-Net need strided layers.
+skip connections) on one grid, short enough to train in seconds: it has no strided layers.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -316,9 +317,24 @@ class WgradFunction : public torch::autograd::Function<WgradFunction> {
   }
 };
 
+// Whether a call needs a node in the graph. Forward-mode tangents do: the node says that there is no rule for them.
+bool needs_node(std::initializer_list<const Tensor*> inputs) {
+  const bool grad_mode = at::GradMode::is_enabled();
+  for (const Tensor* t : inputs) {
+    if (t->defined() && ((grad_mode && t->requires_grad()) || t->_fw_grad(0).defined())) return true;
+  }
+  return false;
+}
+
 Tensor conv_autograd(const Tensor& x, const Tensor& weight, const OptTensor& bias, TensorList map, TensorList map_t,
                      c10::SymInt n_out, bool symmetric, bool transpose, string_view accumulator, string_view tile,
                      string_view dgrad_tile, string_view wgrad_tile, OptDtype out_dtype) {
+  const Tensor none;
+  if (!needs_node({&x, &weight, bias.has_value() ? &*bias : &none})) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return conv_op().call(x, weight, bias, map, map_t, std::move(n_out), symmetric, transpose, accumulator, tile,
+                          dgrad_tile, wgrad_tile, out_dtype);
+  }
   const Plan plan{map.vec(),
                   map_t.vec(),
                   symmetric,
@@ -383,26 +399,6 @@ struct DeviceInfo {
   int major = 0, minor = 0, sm_count = 0;
 };
 
-DeviceInfo device_info(at::Device device) {
-  static std::mutex mutex;
-  static std::vector<DeviceInfo> known;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto index = static_cast<size_t>(device.index());
-  if (known.size() <= index) known.resize(index + 1);
-  DeviceInfo& info = known[index];
-  if (info.sm_count == 0) {
-    const auto get = [&](cudaDeviceAttr attribute) {
-      int value = 0;
-      check_cuda(cudaDeviceGetAttribute(&value, attribute, device.index()), "cudaDeviceGetAttribute", device);
-      return value;
-    };
-    const DeviceInfo found{get(cudaDevAttrComputeCapabilityMajor), get(cudaDevAttrComputeCapabilityMinor),
-                           get(cudaDevAttrMultiProcessorCount)};
-    info = found;
-  }
-  return info;
-}
-
 // Whether code compiled for `arch` ("8.0", "9.0a", "9.0+PTX") runs on the device.
 bool runs_on(const std::string& arch, const DeviceInfo& device) {
   const int major = std::stoi(arch), minor = std::stoi(arch.substr(arch.find('.') + 1));
@@ -411,11 +407,30 @@ bool runs_on(const std::string& arch, const DeviceInfo& device) {
   return arch.find("+PTX") != std::string::npos && major * 10 + minor <= device.major * 10 + device.minor;
 }
 
-std::vector<std::string> split_archs() {
-  std::istringstream in(kCudaArchs);
-  std::vector<std::string> archs;
-  for (std::string arch; in >> arch;) archs.push_back(arch);
-  return archs;
+// Asked once a device; an error where this build has no code for it.
+DeviceInfo device_info(at::Device device) {
+  static std::mutex mutex;
+  static std::vector<DeviceInfo> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto index = static_cast<size_t>(device.index());
+  if (known.size() <= index) known.resize(index + 1);
+  DeviceInfo& info = known[index];
+  if (info.sm_count != 0) return info;
+  const auto get = [&](cudaDeviceAttr attribute) {
+    int value = 0;
+    check_cuda(cudaDeviceGetAttribute(&value, attribute, device.index()), "cudaDeviceGetAttribute", device);
+    return value;
+  };
+  const DeviceInfo found{get(cudaDevAttrComputeCapabilityMajor), get(cudaDevAttrComputeCapabilityMinor),
+                         get(cudaDevAttrMultiProcessorCount)};
+  std::istringstream archs(kCudaArchs);
+  bool runs = false;
+  for (std::string arch; archs >> arch;) runs = runs || runs_on(arch, found);
+  TORCH_CHECK(runs, "voxmma's kernels were built for ", kCudaArchs, ", but ", device, " is of compute capability ",
+              found.major, ".", found.minor, ": rebuild with TORCH_CUDA_ARCH_LIST=", found.major, ".", found.minor,
+              found.major == 9 ? "a" : "", found.major < 8 ? " (8.0 is the oldest that is supported)" : "");
+  info = found;
+  return info;
 }
 
 // The cudaStream_t behind torch's current stream. torch before 2.10 says it to Python only.
@@ -440,12 +455,6 @@ struct Launch {
   cudaStream_t stream;
 
   explicit Launch(at::Device on) : device(on), guard(on), info(device_info(on)) {
-    static const std::vector<std::string> archs = split_archs();
-    bool runs = false;
-    for (const std::string& arch : archs) runs = runs || runs_on(arch, info);
-    TORCH_CHECK(runs, "voxmma's kernels were built for ", kCudaArchs, ", but ", device, " is of compute capability ",
-                info.major, ".", info.minor, ": rebuild with TORCH_CUDA_ARCH_LIST=", info.major, ".", info.minor,
-                info.major == 9 ? "a" : "", info.major < 8 ? " (8.0 is the oldest that is supported)" : "");
     check_cuda(cudaSetDevice(device.index()), "cudaSetDevice", device);
     const c10::impl::VirtualGuardImpl impl(at::kCUDA);
     stream = static_cast<cudaStream_t>(native_handle(impl, impl.getStream(device), 0));
@@ -480,16 +489,21 @@ const char* name(Accum t) { return kAccumNames[static_cast<int>(t)]; }
 const char* name(Op t) { return kOpNames[static_cast<int>(t)]; }
 
 const KernelEntry& find_tile(string_view tile, Op op, DType input, string_view accum, const DeviceInfo& device) {
-  const KernelEntry* entry = find_kernel(std::string(tile).c_str());
-  TORCH_CHECK(entry != nullptr, "tile='", tile, "' is not among the compiled kernels (voxmma.tiles() lists them)");
-  const TileConfig& c = entry->config;
+  static const auto by_name = [] {
+    std::unordered_map<string_view, const KernelEntry*> map;
+    for (const KernelEntry& entry : kernel_table()) map.emplace(entry.config.name, &entry);
+    return map;
+  }();
+  const auto found = by_name.find(tile);
+  TORCH_CHECK(found != by_name.end(), "tile='", tile, "' is not among the compiled kernels (voxmma.tiles() lists them)");
+  const TileConfig& c = found->second->config;
   TORCH_CHECK(c.op == op && c.input == input && name(c.accum) == accum, "tile='", tile, "' is ", name(c.op), " for ",
               name(c.input), " inputs with ", name(c.accum), " accumulator, but ", name(op), " for ", name(input),
               " inputs with ", accum, " accumulator was asked for");
   TORCH_CHECK(c.arch == 90 ? device.major == 9 && device.minor == 0 : device.major * 10 + device.minor >= c.arch,
               "tile='", tile, "' needs compute capability ", c.arch == 90 ? "9.0 exactly" : "8.0 or newer",
               ", the device has ", device.major, ".", device.minor);
-  return *entry;
+  return *found->second;
 }
 
 PlanView plan_view(TensorList map, int64_t kernel_volume, int64_t n_out, int64_t n_in) {
@@ -532,8 +546,11 @@ struct Rows {
 // Launches after the workspace has been added; wgrad's accumulator is fp32 (fp64 for fp64) whatever the caller's flag.
 void launch(const KernelEntry& entry, ConvArgs& args, const Launch& on) {
   args.sm_count = on.info.sm_count;  // the number of splits, and so the workspace, depends on it
-  const Tensor workspace = on.scratch(entry.workspace(args));
-  args.workspace = workspace.data_ptr();
+  Tensor workspace;
+  if (const size_t bytes = entry.workspace(args); bytes != 0) {
+    workspace = on.scratch(bytes);
+    args.workspace = workspace.data_ptr();
+  }
   const cudaError_t error = entry.launch(args, on.stream);
   TORCH_CHECK(error == cudaSuccess, "voxmma: tile ", entry.config.name, " failed on ", on.device, ": ",
               cudaGetErrorString(error), " (", args.plan.n_out, " rows, ", args.groups, " x ", args.c_in, " -> ",
@@ -568,20 +585,27 @@ Tensor conv_cuda(const Tensor& x, const Tensor& weight, const OptTensor& bias, T
   pack.mirror = transpose && symmetric;
   pack.n = entry.config.n;
   pack.k = entry.config.k;
-  const Tensor image = on.scratch(packed_weight_bytes(pack));
+  // One buffer: the weight image and, behind it, the bias as the fp32 numbers the epilogue adds.
+  const size_t image_bytes = (packed_weight_bytes(pack) + 15) / 16 * 16;
+  const bool fused_bias = bias.has_value() && !fp64;
+  const Tensor dense_bias = fused_bias ? bias->contiguous() : Tensor();
+  const Tensor image = on.scratch(image_bytes + (fused_bias ? s.groups * s.c_out * sizeof(float) : 0));
   pack.image = image.data_ptr();
+  if (fused_bias) {
+    pack.bias = dense_bias.data_ptr();
+    pack.bias_dtype = to_dtype(dense_bias.scalar_type());
+    pack.bias32 = reinterpret_cast<float*>(data<char>(image) + image_bytes);
+  }
   check_cuda(pack_weight(pack, on.stream), "pack_weight", on.device);
 
   const Rows rows(x, s.groups, entry.config);
-  Tensor bias32;
-  if (bias.has_value() && !fp64) bias32 = bias->to(at::kFloat).contiguous();
   ConvArgs args{};
   args.plan = plan_view(map, s.volume, n_out, x.size(0));
   args.a = rows.owner.data_ptr();
   args.lda = rows.stride;
   args.a_group = rows.group;
   args.b = image.data_ptr();
-  args.bias = bias32.defined() ? data<float>(bias32) : nullptr;
+  args.bias = pack.bias32;
   args.out = y.data_ptr();
   args.ldo = y.size(1);
   args.out_dtype = to_dtype(s.out);

@@ -330,7 +330,11 @@ def test_every_fp16_tile_has_a_verdict(cache: Path) -> None:
 
 @pytest.mark.gpu
 def test_overflow_arithmetic_does_not_wait_for_the_device() -> None:
-    a, w = torch.randn(1000, 64, device="cuda").bfloat16(), torch.randn(27, 64, 64, device="cuda").bfloat16()
+    # multiples of 1/16, which keep every bit in fp16 whatever power of two scales them
+    a, w = (
+        (16 * torch.randn(*shape, device="cuda")).round().div(16).bfloat16()
+        for shape in ((1000, 64), (27, 64, 64))
+    )
     fp16_operands(a, w)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

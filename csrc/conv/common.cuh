@@ -190,20 +190,17 @@ __device__ __forceinline__ void store_row(T* row, int cols, bool vec, Get get) {
 }
 
 // ---- host --------------------------------------------------------------------------------------------------------
+// Lets `kernel` have `smem` bytes of dynamic shared memory; asks the driver once a kernel and device.
+cudaError_t allow_shared(const void* kernel, size_t smem);
+
 // Launches `kernel` over blocks (folded into grid.x), asking for `smem` bytes of dynamic shared memory.
 template <class... Params, class... Args>
 cudaError_t launch_kernel(void (*kernel)(Params...), int64_t blocks, int threads, size_t smem, cudaStream_t stream,
                           Args... args) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  if (smem > 48 * 1024) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem));
-    if (status != cudaSuccess) {
-      cudaGetLastError();  // reported by value: leave no sticky error behind
-      return status;
-    }
-  }
+  const cudaError_t status = allow_shared(reinterpret_cast<const void*>(kernel), smem);
+  if (status != cudaSuccess) return status;
   kernel<<<dim3(static_cast<unsigned>(blocks)), threads, smem, stream>>>(args...);
   return cudaGetLastError();
 }

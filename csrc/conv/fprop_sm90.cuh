@@ -337,7 +337,7 @@ cudaError_t fprop_launch(const ConvArgs& args, cudaStream_t stream) {
   if (items == 0) return cudaSuccess;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   auto kernel = fprop_kernel<C>;
-  cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes);
+  cudaError_t err = allow_shared(reinterpret_cast<const void*>(kernel), C::kSmemBytes);
   if (err != cudaSuccess) return err;
   const int grid = int(items < args.sm_count ? items : args.sm_count);
   kernel<<<grid, C::kThreads, C::kSmemBytes, stream>>>(args);

@@ -6,6 +6,15 @@ namespace {
 
 constexpr int kThreads = 256;
 
+__device__ float load_float(const void* values, DType dtype, int64_t i) {
+  switch (dtype) {
+    case DType::f16: return convert<float>(static_cast<const __half*>(values)[i]);
+    case DType::bf16: return convert<float>(static_cast<const __nv_bfloat16*>(values)[i]);
+    case DType::f32: return static_cast<const float*>(values)[i];
+    default: return convert<float>(static_cast<const double*>(values)[i]);
+  }
+}
+
 // One thread per `PE` neighbouring channels (a 16-byte piece, or a single channel) of one image row.
 template <class T, class W, int PE>
 __global__ void pack_kernel(PackArgs args, int n_blocks, int chunks, int64_t total) {
@@ -39,6 +48,12 @@ __global__ void pack_kernel(PackArgs args, int n_blocks, int chunks, int64_t tot
     T* dst = image + (block * args.n + row) * args.k + swizzle(row, piece, row_bytes) * PE;
     if constexpr (PE * sizeof(T) == 16) *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(v);
     else dst[0] = v[0];
+  }
+  if (args.bias != nullptr) {
+    const int64_t channels = int64_t{args.groups} * args.c_out;
+    for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < channels; i += int64_t{gridDim.x} * kThreads) {
+      args.bias32[i] = load_float(args.bias, args.bias_dtype, i);
+    }
   }
 }
 

@@ -1,5 +1,8 @@
 // The table of every compiled kernel: one list per translation unit, in the order of the printed tile table.
 #include <cstring>
+#include <mutex>
+#include <set>
+#include <utility>
 
 #include "voxmma/kernels.h"
 
@@ -37,6 +40,22 @@ const std::vector<KernelEntry>& kernel_table() {
     return all;
   }();
   return table;
+}
+
+cudaError_t allow_shared(const void* kernel, size_t smem) {  // common.cuh
+  constexpr size_t kWithoutAsking = 48 * 1024;
+  if (smem <= kWithoutAsking) return cudaSuccess;
+  static std::mutex mutex;
+  static std::set<std::pair<const void*, int>> allowed;  // a kernel always asks for the same size
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (allowed.count({kernel, device}) != 0) return cudaSuccess;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem));
+  if (status == cudaSuccess) allowed.emplace(kernel, device);
+  else cudaGetLastError();  // reported by value: leave no sticky error behind
+  return status;
 }
 
 const KernelEntry* find_kernel(const char* name) {

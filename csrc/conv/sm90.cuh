@@ -19,6 +19,10 @@
 #define VOXMMA_SM90A 1
 #endif
 
+namespace voxmma {
+cudaError_t allow_shared(const void* kernel, size_t smem);  // common.cuh
+}
+
 namespace voxmma::sm90 {
 
 using cute::GmmaDescriptor;

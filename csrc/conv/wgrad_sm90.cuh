@@ -383,7 +383,7 @@ cudaError_t wgrad_launch(const ConvArgs& args, cudaStream_t stream) {
   const int64_t ctas = int64_t(grid.combos) * grid.splits;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
   auto kernel = wgrad_kernel<C>;
-  cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes);
+  cudaError_t err = allow_shared(reinterpret_cast<const void*>(kernel), C::kSmemBytes);
   if (err != cudaSuccess) return err;
   kernel<<<int(ctas), C::kThreads, C::kSmemBytes, stream>>>(args, grid);
   err = cudaGetLastError();

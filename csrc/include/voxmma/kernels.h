@@ -103,6 +103,9 @@ struct PackArgs {
   bool transpose;       // weight is stored (K, groups, c_out, c_in): dgrad
   bool mirror;          // image offset k takes weight offset K-1-k: dgrad of a symmetric map
   int n, k;             // config.n, config.k
+  const void* bias;     // (groups * c_out,) contiguous of `bias_dtype`, or null: no bias32 is written
+  DType bias_dtype;
+  float* bias32;        // what ConvArgs::bias takes
 };
 size_t packed_weight_bytes(const PackArgs&);
 cudaError_t pack_weight(const PackArgs&, cudaStream_t);

@@ -23,7 +23,7 @@ inline constexpr int kMmaKinds = 8;
 cudaError_t mma_probe(int kind, const void* a, const void* b, const void* c, void* d, int64_t tiles, cudaStream_t);
 
 // Dense rate of a mma.sync kind (0..3) on the current device, in TFLOP/s: all multiprocessors busy, operands in
-// registers, about 8 ms. Waits for the stream. Errors as above, and whatever the launch reports.
+// registers, the best of 16 runs, about 5 ms. Waits for the stream. Errors as above, and whatever the launch reports.
 cudaError_t mma_rate(int kind, double* tflops, cudaStream_t);
 
 }  // namespace voxmma

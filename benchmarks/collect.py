@@ -1,10 +1,18 @@
-"""Adds raw benchmark files to benchmarks/results/<card>.json.
+"""Adds raw benchmark files to benchmarks/results.
 
     python benchmarks/collect.py surface_512.json lidar_dense.json --driver 580.159.04
     python benchmarks/collect.py voxmma-demo/demo.json
+    python benchmarks/collect.py voxmma-peers/peers.json voxmma-scaling/scaling.json
+    python benchmarks/collect.py voxmma-sweep/sweep.json --driver 580.159.04
+    python benchmarks/collect.py gate.json                      # of voxmma tiles --gate --json
+    python benchmarks/collect.py --sanitizer memcheck=memory.log racecheck=races.log --card "NVIDIA H100"
 
-Raw files are what `voxmma demo` writes, and what a peer benchmark writes: `info` and `results`, one file a
-scene, all libraries in one run. benchmarks/readme_tables.py makes the README tables from the result files.
+`voxmma demo`, `voxmma bench peers` and `scaling`, and foreign peer benchmarks (`info` and `results`, one file
+a scene, all libraries in one run) go into <card>.json; rows of `bench peers` are added to those of the same
+commit and scene. A sweep into sweep-<card>.json (one of the same commit and scene is added to), the gate's
+verdicts into gate-<card>.json, and what compute-sanitizer printed around benchmarks/sanitize.py into
+sanitizer-<card>.json (sections "Proving a kernel" and "Figures" of CONTRIBUTING.md).
+benchmarks/readme_tables.py makes the tables of README and docs from the result files.
 """
 
 from __future__ import annotations
@@ -56,10 +64,162 @@ def _row(entry: Result) -> Result:
     return row
 
 
+# ---- voxmma bench peers ------------------------------------------------------------------------------------
+
+#: Fields of a row that name it, in the names of result files.
+_PEER_KEY = ("lib", "variant", "ci", "co", "kernel", "stride", "dtype")
+_PEER_SAME = ("commit", "driver", "torch", "voxels", "repeats")
+
+
+def _peers(raw: Result, former: Result, origin: Result) -> Result:
+    """The scenes of a run of `voxmma bench peers`, added to `former` scenes of the same commit."""
+    scenes = dict(former)
+    for scene, voxels in raw["scenes"].items():
+        part: Result = {
+            **origin,
+            "driver": origin["driver"] or raw["driver"],
+            "torch": raw["environment"]["torch"],
+            "voxels": voxels,
+            "repeats": raw["repeats"],
+            "rates": raw["rates"],
+        }
+        known = scenes.get(scene, {})
+        same = all(known.get(name) == part[name] for name in _PEER_SAME) and "rates" in known
+        rows = {tuple(row[name] for name in _PEER_KEY): row for row in known["rows"]} if same else {}
+        failed = dict(known["failed"]) if same else {}
+        pairs = known["pairs"] if same else 0
+        for given in raw["rows"]:
+            if given["scene"] != scene:
+                continue
+            row = {
+                {"c_in": "ci", "c_out": "co"}.get(name, name): _figures(value)
+                for name, value in given.items()
+                if name not in ("scene", "voxels")
+            }
+            key = tuple(row[name] for name in _PEER_KEY)
+            label = "{} {} {}x{} k{}s{} {}".format(*key)
+            rows.pop(key, None)
+            failed.pop(label, None)
+            if "forward_ms" not in row:
+                failed[label] = row.get("error") or row["unsupported"]
+                continue
+            rows[key] = row
+            if (row["kernel"], row["stride"]) == (3, 1):
+                pairs = row["pairs"]
+        scenes[scene] = {**part, "pairs": pairs, "rows": list(rows.values()), "failed": failed}
+    return scenes
+
+
+def _figures(value: Any) -> Any:
+    return [_short(item) for item in value] if isinstance(value, list) else _short(value)
+
+
+# ---- sweeps ------------------------------------------------------------------------------------------------
+
+#: Fields of voxmma.sweep.Row that are kept; the others follow from them.
+SWEEP_COLUMNS = (
+    "op", "mode", "family", "channels", "volume", "n", "accumulator", "tile", "max_eta", "p99_eta", "rel_l2",
+    "max_rel", "nonfinite", "bound", "verdict",
+)  # fmt: skip
+_KEY = 5  # the first columns name a row
+_SAME = ("commit", "driver", "torch", "build", "voxels", "repeats")
+
+
+def _short(value: Any) -> Any:
+    """A figure with four digits; infinite ones are strings already."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _sweep(raw: Result, former: Result | None, origin: Result) -> Result:
+    """A sweep as it is kept, added to `former` where that is of the same commit, scene and repeats."""
+    kept = ("arch", "torch", "build", "voxels", "pairs", "repeats", "seconds", "published")
+    value: Result = {**origin, **{name: raw[name] for name in kept}}
+    rows = {}
+    if former is not None and all(former[name] == value[name] for name in _SAME):
+        rows = {tuple(row[:_KEY]): row for row in former["rows"]}
+        value["seconds"] += former["seconds"]
+        value["pairs"] = {**former["pairs"], **value["pairs"]}
+        value["published"] = value["published"] or former["published"]
+    for row in raw["rows"]:
+        listed = [_short(row[name]) for name in SWEEP_COLUMNS]
+        rows[tuple(listed[:_KEY])] = listed
+    missing = {(part["volume"], part["channels"], part["op"]): part["rows"] for part in raw["left_out"]}
+    blocks = {(row[4], row[3], row[0]) for row in rows.values()} | set(missing)
+    modes, families = ({row[i] for row in rows.values()} for i in (1, 2))
+    left = []
+    for volume, channels, op in sorted(blocks):
+        here = sum((row[4], row[3], row[0]) == (volume, channels, op) for row in rows.values())
+        if len(modes) * len(families) > here:
+            count = len(modes) * len(families) - here
+            left.append({"volume": volume, "channels": channels, "op": op, "rows": count})
+    return {**value, "left_out": left, "columns": list(SWEEP_COLUMNS), "rows": list(rows.values())}
+
+
+def _dump(result: Result) -> str:
+    """JSON, the rows of a sweep one a line."""
+    if "columns" not in result:
+        return json.dumps(result, indent=1) + "\n"
+    head = json.dumps({**result, "rows": []}, indent=1).removesuffix("[]\n}")
+    return head + "[\n" + ",\n".join("  " + json.dumps(row) for row in result["rows"]) + "\n ]\n}\n"
+
+
+# ---- the sanitizer -----------------------------------------------------------------------------------------
+
+_RUN = re.compile(r"^(\w+) C=(\d+) (\w+): rel-L2 (\S+) (.*)$", re.MULTILINE)
+_SUMMARY = re.compile(r"^=+ (?:(ERROR) SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
+
+
+def sanitizer_log(text: str) -> Result:
+    """What a log of `compute-sanitizer --tool TOOL python benchmarks/sanitize.py` covers and found.
+
+    Returns:
+        tiles, channels, scenes (sorted lists), runs, wrong (runs above their error bound), found (errors or
+        hazards).
+
+    Raises:
+        ValueError: the log has no run, or not the summary of a run that came to its end.
+    """
+    runs = _RUN.findall(text)
+    summaries = _SUMMARY.findall(text)
+    ended = re.search(r"^(\d+) runs, (\d+) above the bound$", text, re.MULTILINE)
+    if not runs or not summaries or ended is None or int(ended[1]) != len(runs):
+        raise ValueError("no run of benchmarks/sanitize.py that came to its end under compute-sanitizer")
+    return {
+        "tiles": sorted({run[0] for run in runs}),
+        "channels": sorted({int(run[1]) for run in runs}),
+        "scenes": sorted({run[2] for run in runs}),
+        "runs": len(runs),
+        "wrong": int(ended[2]),
+        "found": sum(int(errors or hazards) for _, errors, hazards in summaries),
+    }
+
+
+def collect_sanitizer(logs: Iterable[str], folder: Path, card: str, origin: Result) -> Path:
+    """Adds logs (TOOL=FILE) to sanitizer-<card>.json, which holds one entry a tool and set of tiles."""
+    path = folder / f"sanitizer-{slug(card)}.json"
+    result: Result = json.loads(path.read_text()) if path.exists() else {"card": card, "sanitizer": []}
+    for given in logs:
+        tool, _, name = given.partition("=")
+        if not name or tool not in ("memcheck", "racecheck", "initcheck", "synccheck"):
+            raise SystemExit(f"--sanitizer: expected such as memcheck=FILE, got {given!r}")
+        try:
+            entry = {"tool": tool, **origin, **sanitizer_log(Path(name).read_text(errors="replace"))}
+        except ValueError as error:
+            raise SystemExit(f"{name}: {error}") from None
+        others = [e for e in result["sanitizer"] if (e["tool"], e["tiles"]) != (tool, entry["tiles"])]
+        result["sanitizer"] = [*others, entry]
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(_dump(result))
+    return path
+
+
+# ---- all ---------------------------------------------------------------------------------------------------
+
+
 def collect(
     files: Iterable[Path], folder: Path, driver: str | None, commit: str, date: str, card: str | None = None
 ) -> list[Path]:
-    """Adds raw files to the result file of their card and returns the files written.
+    """Adds raw files to the result files of their card and returns the files written.
 
     A scene or demo collected before is replaced. Each part keeps its own commit, date, torch and driver.
     """
@@ -68,6 +228,39 @@ def collect(
         raw = json.loads(file.read_text())
         scene: str | None = None
         origin: Result = {"commit": commit, "date": date, "driver": driver}
+        kind = "gate" if raw.get("kind") == "gate" else "sweep" if "left_out" in raw else None
+        if kind is not None:
+            if raw["device"] == "cpu" and card is None:
+                raise SystemExit(f"{file} was made on a CPU: name it with --card")
+            name = card or raw["device"]
+            path = folder / f"{kind}-{slug(name)}.json"
+            folder.mkdir(parents=True, exist_ok=True)
+            if kind == "sweep":
+                former = json.loads(path.read_text()) if path.exists() else None
+                made = _sweep(raw, former, origin)
+            else:
+                made = {
+                    **origin,
+                    "driver": driver or raw["driver"],
+                    "board": raw["board"],
+                    "gate": raw["verdicts"],
+                }
+            path.write_text(_dump({"card": name, **made}))
+            written.append(path)
+            continue
+        if raw.get("kind") in ("peers", "scaling"):
+            path = folder / f"{slug(card or raw['device'])}.json"
+            kept: Result = json.loads(path.read_text()) if path.exists() else {"card": card or raw["device"]}
+            if raw["kind"] == "peers":
+                kept["scenes"] = _peers(raw, kept.get("scenes", {}), origin)
+            else:
+                scaling = {**raw, **origin, "driver": driver or raw["driver"]}
+                scaling["rows"] = [{n: _figures(v) for n, v in row.items()} for row in raw["rows"]]
+                kept["scaling"] = scaling
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(kept, indent=1) + "\n")
+            written.append(path)
+            continue
         if raw.get("kind") == "demo":
             where = raw["environment"]
             name = card or (
@@ -94,7 +287,7 @@ def collect(
                 "failed": failed,
             }
         else:
-            raise SystemExit(f"{file}: neither a peer benchmark nor a demo result")
+            raise SystemExit(f"{file}: no peer benchmark, demo, sweep or gate result")
         path = folder / f"{slug(name)}.json"
         result: Result = json.loads(path.read_text()) if path.exists() else {"card": name}
         if scene is None:
@@ -111,7 +304,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--sanitizer", nargs="+", metavar="TOOL=LOG", default=[], help="needs --card")
     parser.add_argument("--driver", help="version of the GPU driver")
     parser.add_argument("--card", help="name of the device; default: what the file says")
     parser.add_argument("--commit", help="default: HEAD")
@@ -119,9 +313,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--date", default=today)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     given = parser.parse_args(arguments)
+    if not given.files and not given.sanitizer:
+        parser.error("no file")
+    if given.sanitizer and not given.card:
+        parser.error("--sanitizer needs --card")
     commit = given.commit or _commit()
     for path in collect(given.files, given.results, given.driver, commit, given.date, given.card):
         print(path)
+    if given.sanitizer:
+        origin = {"commit": commit, "date": given.date, "driver": given.driver}
+        print(collect_sanitizer(given.sanitizer, given.results, given.card, origin))
     return 0
 
 

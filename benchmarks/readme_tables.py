@@ -1,18 +1,19 @@
-"""Makes the benchmark tables of README.md from benchmarks/results/*.json.
+"""Makes the tables of README.md and docs/*.md, and the plots of docs/, from benchmarks/results.
 
-    python benchmarks/readme_tables.py            # rewrite the tables; --check: exit 1 if they are stale
+    python benchmarks/readme_tables.py            # rewrite them; --check: exit 1 if one is stale
 
-A table stands between `<!-- results:begin NAME -->` and `<!-- results:end -->` and is never typed.
-benchmarks/collect.py makes the result files.
+A table stands between `<!-- results:begin NAME -->` and `<!-- results:end -->` and is never typed. A plot
+carries the hash of the figures it was drawn from. benchmarks/collect.py makes the result files.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,22 @@ ROOT = Path(__file__).resolve().parent.parent
 Result = dict[str, Any]
 
 
+def slug(name: str) -> str:
+    """A device name as a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
 def load(folder: Path) -> list[Result]:
-    """Every result file, by file name."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    """Every result file, by file name; the rows of a sweep as dicts, with their share of the bound."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    for result in results:
+        if "columns" in result:
+            rows = [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]]
+            result["sweep"] = [{**row, "ratio": float(row["max_eta"]) / row["bound"]} for row in rows]
+    for path in sorted(folder.glob("emulator-*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        results.append({"card": lines[0]["device"], "emulator": lines})
+    return results
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -85,17 +99,28 @@ def _fastest(rows: list[Result], lib: str, what: str) -> float | None:
     return min((row[what] for row in rows if row["lib"] == lib and what in row), default=None)
 
 
+def _shape(row: Result) -> str:
+    """Such as '64x64 fp16', and for other kernels than 3x3x3 '64x64 fp16, K = 8, stride 2'."""
+    kernel, stride = row.get("kernel", 3), row.get("stride", 1)
+    other = f", K = {kernel**3}" + (f", stride {stride}" if stride > 1 else "")
+    return f"{row['ci']}x{row['co']} {row['dtype']}{other if (kernel, stride) != (3, 1) else ''}"
+
+
+def _by_shape(rows: list[Result]) -> dict[str, list[Result]]:
+    groups: dict[str, list[Result]] = {}
+    for row in rows:
+        groups.setdefault(_shape(row), []).append(row)
+    return groups
+
+
 def speed_table(results: list[Result]) -> str:
     """voxmma (fp32 accumulator) against spconv in the same run, per card and scene."""
     blocks = []
     for result in results:
         for scene, part in result.get("scenes", {}).items():
             rows = []
-            shapes = dict.fromkeys((row["ci"], row["co"], row["dtype"]) for row in part["rows"])
-            for ci, co, dtype in shapes:
-                group = [
-                    row for row in part["rows"] if (row["ci"], row["co"], row["dtype"]) == (ci, co, dtype)
-                ]
+            floors = any("forward_of_floor" in row for row in part["rows"])
+            for shape, group in _by_shape(part["rows"]).items():
                 ours = next(
                     (row for row in group if (row["lib"], row["variant"]) == ("voxmma", "fp32")), None
                 )
@@ -111,11 +136,18 @@ def speed_table(results: list[Result]) -> str:
                 )
                 rows.append(
                     [
-                        f"{ci}x{co} {dtype}",
+                        shape,
                         *(
                             cell
-                            for t, p, ratio in zip(times, peer, ratios, strict=True)
-                            for cell in (_number(t, ".3f"), _number(p, ".3f"), _number(ratio, ".2f"))
+                            for what, t, p, ratio in zip(
+                                ("forward", "backward"), times, peer, ratios, strict=True
+                            )
+                            for cell in (
+                                _number(t, ".3f"),
+                                *([_number(ours.get(f"{what}_of_floor"), ".0%")] if floors else []),
+                                _number(p, ".3f"),
+                                _number(ratio, ".2f"),
+                            )
                         ),
                         _number(ours.get("map_ms"), ".2f"),
                         _number(ours.get("map_mib"), ".0f"),
@@ -126,9 +158,10 @@ def speed_table(results: list[Result]) -> str:
                 )
             if not rows:
                 continue
+            of_floor = ["of floor"] if floors else []
             header = [
-                "C_in x C_out", "forward ms", "spconv", "ratio", "backward ms", "spconv", "ratio",
-                "map build ms", "map MiB", "rel-L2", "spconv's", "max eta",
+                "C_in x C_out", "forward ms", *of_floor, "spconv", "ratio", "backward ms", *of_floor,
+                "spconv", "ratio", "map build ms", "map MiB", "rel-L2", "spconv's", "max eta",
             ]  # fmt: skip
             counts = f"{part['voxels']:,} voxels, {part['pairs'] / part['voxels']:.1f} neighbours each"
             caption = f"**{scene}** on {result['card']}: {counts}; {_origin(part, part['torch'])}."
@@ -136,7 +169,467 @@ def speed_table(results: list[Result]) -> str:
     return "\n\n".join(blocks) or "No GPU figures have been recorded yet."
 
 
-TABLES: dict[str, Callable[[list[Result]], str]] = {"demo": demo_table, "speed": speed_table}
+def peers_table(results: list[Result]) -> str:
+    """Every library of `voxmma bench peers`, per card and scene."""
+    blocks = []
+    for result in results:
+        for scene, part in result.get("scenes", {}).items():
+            if "rates" not in part:
+                continue
+            rows = []
+            for shape, group in _by_shape(part["rows"]).items():
+                for row in group:
+                    cells = [shape, f"{row['lib']} {row['version']}".strip() + f", {row['variant']}"]
+                    for op in ("forward", "dgrad", "wgrad", "backward"):
+                        cells.append(_number(row.get(f"{op}_ms"), ".3f"))
+                        cells.append(_number(row.get(f"{op}_of_floor"), ".0%"))
+                    for name, pattern in (
+                        ("forward_cold_ms", ".3f"), ("backward_cold_ms", ".3f"), ("step_ms", ".3f"),
+                        ("host_us", ".0f"), ("map_ms", ".2f"), ("first_ms", ".2f"), ("map_mib", ".0f"),
+                        ("step_peak_mib", ".0f"),
+                    ):  # fmt: skip
+                        cells.append(_number(row.get(name), pattern))
+                    cells += [
+                        " ".join(f"{value:.0e}" for value in row[name]) for name in ("rel_l2", "max_eta")
+                    ]
+                    rows.append(cells)
+            header = [
+                "layer", "library", "forward ms", "of floor", "dgrad ms", "of floor", "wgrad ms", "of floor",
+                "backward ms", "of floor", "cold forward ms", "cold backward ms", "step ms", "host us",
+                "map ms", "first ms", "map MiB", "peak MiB", "rel-L2 y dx dW", "max eta y dx dW",
+            ]  # fmt: skip
+            rates = part["rates"]
+            reach = ", ".join(f"{name} {value:.4g} TFLOP/s" for name, value in rates["tflops"].items())
+            caption = (
+                f"**{scene}** on {result['card']}: {part['voxels']:,} voxels; measured limits {reach} and "
+                f"{rates['bandwidth']:.0f} GB/s; {_origin(part, part['torch'])}."
+            )
+            failed = "".join(f"\n* {label}: {why}" for label, why in part["failed"].items())
+            failed = f"\n\nWithout figures:\n{failed}" if failed else ""
+            blocks.append(f"{caption}\n\n{_markdown(header, rows)}{failed}")
+    return "\n\n".join(blocks) or "No run of `voxmma bench peers` has been recorded yet."
+
+
+def scaling_table(results: list[Result]) -> str:
+    """Time a pair by voxels and channels, per card."""
+    blocks = []
+    for result in (r for r in results if "scaling" in r):
+        part = result["scaling"]
+        rows = []
+        for row in part["rows"]:
+            head = [str(row["channels"]), f"{row['voxels']:,}"]
+            if "error" in row:
+                rows.append([*head, row["error"], *[""] * 9])
+                continue
+            cells = [f"{row['map_ns_a_voxel']:.2f}"]
+            for op in ("forward", "dgrad", "wgrad"):
+                cells += [
+                    f"{row[f'{op}_ms']:.3f}",
+                    f"{row[f'{op}_ps_a_pair']:.3g}",
+                    f"{row[f'{op}_of_floor']:.0%}",
+                ]
+            rows.append([*head, *cells, f"{row['max_eta']:.1e}"])
+        header = ["C", "voxels", "map ns a voxel"]
+        for op in ("forward", "dgrad", "wgrad"):
+            header += [f"{op} ms", "ps a pair", "of floor"]
+        growth = [
+            [str(line["channels"]), *(_number(line[op], ".2f") for op in ("forward", "dgrad", "wgrad"))]
+            for line in part["growth"]
+        ]
+        caption = f"**{result['card']}**, {part['dtype']}; {_origin(part, part['environment']['torch'])}."
+        note = "Time a pair at the largest size over the least at a smaller one:"
+        moves = _markdown(["C", "forward", "dgrad", "wgrad"], growth)
+        blocks.append(f"{caption}\n\n{_markdown([*header, 'max eta'], rows)}\n\n{note}\n\n{moves}")
+    return "\n\n".join(blocks) or "No run of `voxmma bench scaling` has been recorded yet."
+
+
+# ---- accuracy ----------------------------------------------------------------------------------------------
+
+
+def _gpus_first(results: list[Result], key: str) -> list[Result]:
+    """Results that have `key`, those of a CPU last."""
+    return sorted((r for r in results if key in r), key=lambda r: r.get("arch") == "cpu")
+
+
+def _scene(result: Result) -> str:
+    neighbours = {int(v): count / result["voxels"] for v, count in result["pairs"].items()}
+    each = ", ".join(f"{neighbours[v]:.1f} of {v}" for v in sorted(neighbours))
+    return f"{result['voxels']:,} voxels with {each} neighbours, {result['repeats']} runs a row"
+
+
+def _worst(rows: Iterable[Result], key: str) -> float | None:
+    return max((float(row[key]) for row in rows), default=None)
+
+
+#: Channel counts of the README's accuracy table.
+_SHOWN = (8, 32, 128, 512)
+
+
+def accuracy_table(results: list[Result]) -> str:
+    """The sweep's modes, of a GPU if there is one: errors by channels, and what is nearest to its bound."""
+    blocks = []
+    for result in _gpus_first(results, "sweep")[:1]:
+        ran = [row for row in result["sweep"] if not row["verdict"].startswith("not run")]
+        rows = []
+        for mode in dict.fromkeys(row["mode"] for row in ran):
+            mine = [row for row in ran if row["mode"] == mode]
+            forward = [row for row in mine if (row["op"], row["volume"]) == ("fprop", 27)]
+            signed = [row for row in forward if row["family"] == "signed"]
+            tight = max(mine, key=lambda row: row["ratio"])
+            rows.append(
+                [
+                    mode.replace(" acc ", ", "),
+                    *(
+                        _number(_worst((r for r in signed if r["channels"] == c), "rel_l2"), ".1e")
+                        for c in _SHOWN
+                    ),
+                    _number(_worst(forward, "max_eta"), ".1e"),
+                    f"{tight['ratio']:.0%} ({tight['op']}, {tight['family']}, C = {tight['channels']})",
+                    str(sum(row["nonfinite"] for row in mine)),
+                ]
+            )
+        header = [
+            "inputs, accumulator",
+            *(f"rel-L2, C = {c}" for c in _SHOWN),
+            "max eta",
+            "nearest to its bound",
+            "non-finite",
+        ]
+        counts = _counts(result)
+        caption = f"**{result['card']}**, {_scene(result)}: {counts}; {_origin(result, result['torch'])}."
+        blocks.append(f"{caption}\n\n{_markdown(header, rows)}")
+    return "\n\n".join(blocks) or "No sweep has been recorded yet; `voxmma sweep` shows the errors here."
+
+
+def _counts(result: Result) -> str:
+    """Rows measured, failed, not run, left out."""
+    verdicts = [row["verdict"] for row in result["sweep"]]
+    not_run = sum(verdict.startswith("not run") for verdict in verdicts)
+    failed = sum(verdict != "ok" for verdict in verdicts) - not_run
+    left = sum(part["rows"] for part in result["left_out"])
+    text = f"{len(verdicts):,} rows, {failed or 'none'} of them above a bound or otherwise wrong"
+    text += f", {not_run} with another accumulator than asked for" if not_run else ""
+    return text + (f", {left:,} left out for want of time" if left else "")
+
+
+def _in_docs(results: list[Result]) -> list[tuple[Result, list[Result]]]:
+    """(sweep, its rows that docs show): all of the first card, of the others those of 3x3x3."""
+    found = _gpus_first(results, "sweep")
+    return [
+        (result, [row for row in result["sweep"] if result is found[0] or row["volume"] == 27])
+        for result in found
+    ]
+
+
+def sweep_table(results: list[Result]) -> str:
+    """A line an op, kernel volume and mode: the worst family at each number of channels, and its bound."""
+    blocks = []
+    for result, shown in _in_docs(results):
+        channels = sorted({row["channels"] for row in shown})
+        lines = []
+        groups = dict.fromkeys((row["op"], row["volume"], row["mode"]) for row in shown)
+        for op, volume, mode in groups:
+            cells = []
+            for c in channels:
+                rows = [
+                    row
+                    for row in shown
+                    if (row["op"], row["volume"], row["mode"], row["channels"]) == (op, volume, mode, c)
+                    and not row["verdict"].startswith("not run")
+                ]
+                if not rows:
+                    cells.append("–")
+                    continue
+                worst = max(rows, key=lambda row: float(row["max_eta"]))
+                wrong = " **wrong**" if any(row["verdict"] != "ok" for row in rows) else ""
+                cells.append(f"{float(worst['max_eta']):.1e} of {worst['bound']:.1e}{wrong}")
+            lines.append([op, str(volume), mode.replace(" acc ", ", "), *cells])
+        header = ["op", "K", "inputs, accumulator", *(f"C = {c}" for c in channels)]
+        left = ""
+        if result["left_out"]:
+            parts = (
+                f"{p['rows']} rows of {p['op']}, K = {p['volume']}, C = {p['channels']}"
+                for p in result["left_out"]
+            )
+            left = f"\n\nLeft out for want of time: {'; '.join(parts)}."
+        caption = f"**{result['card']}**, {_scene(result)}; {_origin(result, result['torch'])}."
+        blocks.append(f"{caption}\n\n{_markdown(header, lines)}{left}")
+    return "\n\n".join(blocks) or "No sweep has been recorded yet."
+
+
+def published_table(results: list[Result]) -> str:
+    """Published differences of fp16 from fp32 accumulators beside ours."""
+    having = [r for r in _gpus_first(results, "sweep") if r["published"]]
+    if not having:
+        return "No comparison has been recorded yet; `voxmma sweep` makes one."
+    header = ["C", "published"]
+    for result in having:
+        header += [
+            f"{result['card']}: fp16 against fp32 accumulator",
+            "against a reference that rounds once an offset",
+        ]
+    lines = []
+    for i, line in enumerate(having[0]["published"]):
+        cells = [str(line["channels"]), f"{line['published']:.1e}"]
+        for result in having:
+            ours = result["published"][i]
+            cells += [f"{ours['difference']:.1e}", f"{ours['per_offset']:.1e}"]
+        lines.append(cells)
+    return _markdown(header, lines)
+
+
+# ---- what was proved on a card -----------------------------------------------------------------------------
+
+
+def _agreement(line: Result | None) -> str:
+    if line is None:
+        return "–"
+    return (
+        f"all {line['dots']:,}" if line["agree"] == line["dots"] else f"{line['agree']:,} of {line['dots']:,}"
+    )
+
+
+def emulator_table(results: list[Result]) -> str:
+    """Agreement of the emulator with the hardware, by instruction and class of inputs."""
+    blocks = []
+    for result in results:
+        if "emulator" not in result:
+            continue
+        lines = result["emulator"]
+        inputs = list(dict.fromkeys(line["inputs"] for line in lines))
+        rows = []
+        for instruction in dict.fromkeys(line["instruction"] for line in lines):
+            mine = {line["inputs"]: line for line in lines if line["instruction"] == instruction}
+            cells = [_agreement(mine.get(name)) for name in inputs]
+            rows.append([f"`{instruction}`", *cells])
+        dots, agree = (sum(line[key] for line in lines) for key in ("dots", "agree"))
+        rate = "every one" if agree == dots else f"{agree / dots:.9f} of them"
+        caption = f"**{result['card']}**: {dots:,} dot products, {rate} equal bit by bit."
+        wrong = "".join(
+            f"\n\nFirst disagreement of `{line['instruction']}` on {line['inputs']}: "
+            f"{line['first_disagreement']}"
+            for line in lines
+            if line["first_disagreement"]
+        )
+        blocks.append(f"{caption}\n\n{_markdown(['instruction', *inputs], rows)}{wrong}")
+    return "\n\n".join(blocks) or "No comparison has been recorded yet."
+
+
+def sanitizer_table(results: list[Result]) -> str:
+    """What compute-sanitizer covered and found."""
+    header = ["card", "tool", "tiles", "channels", "scenes", "runs", "errors or hazards", "commit, date"]
+    rows = []
+    recorded = {
+        (r["card"], e["tool"]) for r in results for e in r.get("sanitizer", []) if isinstance(e, dict)
+    }
+    for result in results:
+        found = result.get("sanitizer", [])
+        if isinstance(found, dict):  # one text a tool
+            for tool, text in found.items():
+                if (result["card"], tool) not in recorded:
+                    rows.append(
+                        [result["card"], tool, text, *["–"] * 4, f"{result['commit']}, {result['date']}"]
+                    )
+            continue
+        for entry in found:
+            tiles = entry["tiles"]
+            rows.append(
+                [
+                    result["card"],
+                    entry["tool"],
+                    f"{len(tiles)}: `{tiles[0]}` to `{tiles[-1]}`" if len(tiles) > 1 else f"`{tiles[0]}`",
+                    ", ".join(map(str, entry["channels"])),
+                    ", ".join(entry["scenes"]),
+                    f"{entry['runs']}, {entry['wrong'] or 'none'} wrong",
+                    str(entry["found"]),
+                    f"{entry['commit']}, {entry['date']}",
+                ]
+            )
+    return _markdown(header, rows) if rows else "No run has been recorded yet."
+
+
+def gate_table(results: list[Result]) -> str:
+    """The gate's verdicts with their figures."""
+    blocks = []
+    for result in results:
+        if "gate" not in result:
+            continue
+        names = ["overflow", "finite", "bound", "repeats", "budget", "gain"]
+        rows = []
+        for verdict in result["gate"]:
+            details = {check["name"]: check for check in verdict["checks"]}
+            cells = [
+                "–"
+                if name not in details
+                else ("" if details[name]["passed"] else "failed: ") + details[name]["detail"]
+                for name in names
+            ]
+            rows.append([f"`{verdict['subject']}`", *cells, "yes" if verdict["allowed"] else "no"])
+        board = result["board"]
+        speeds = (
+            "" if board is None else f": matrix units add in fp16 {board['ratio']:.2f}x as fast as in fp32"
+        )
+        driver = f"driver {result['driver']}, " if result["driver"] else ""
+        caption = f"**{result['card']}**{speeds}; {driver}commit {result['commit']}, {result['date']}."
+        blocks.append(f"{caption}\n\n{_markdown(['tile', *names, 'inference mode takes it'], rows)}")
+    return "\n\n".join(blocks) or "No verdicts have been recorded yet; `voxmma tiles --gate` makes them."
+
+
+#: Kinds of forward tiles whose times are compared, and how their names end.
+_KINDS = {
+    "fp16, fp32": "_acc32",
+    "fp16, fp16": "_acc16",
+    "fp16, fp16 promoted every 128": "_acc16p128",
+    "fp16, fp16 promoted every 64": "_acc16p64",
+    "fp16, fp16 promoted every offset": "_acc16poff",
+    "fp16, fp16 promoted every 32": "_acc16p32",
+    "tf32, fp32": "_tf32",
+    "fp32, 3xTF32": "_3xtf32",
+    "fp32, plain FMAs": "simt_f32",
+}
+
+
+def cost_table(results: list[Result]) -> str:
+    """Time of the fastest forward tile of each kind, over that of the fastest fp32-accumulator tile."""
+    blocks = []
+    for result in results:
+        tiles = {n: t for n, t in result.get("tiles", {}).items() if "wgrad" not in n and "bf16" not in n}
+        channels = sorted({c for times in tiles.values() for c in times}, key=int)
+        rows = []
+        base: dict[str, float] = {}
+        for kind, ending in _KINDS.items():
+            mine = [name for name in tiles if name.endswith(ending)]
+            if not mine:
+                continue
+            cells, names = [], []
+            for c in channels:
+                name = min((n for n in mine if c in tiles[n]), key=lambda n: tiles[n][c]["ms"])
+                base.setdefault(c, tiles[name][c]["ms"])
+                names.append(name)
+                cells += [f"{tiles[name][c]['ms']:.3f}", f"{tiles[name][c]['ms'] / base[c]:.2f}"]
+            rows.append([kind, ", ".join(f"`{name}`" for name in dict.fromkeys(names)), *cells])
+        if not rows:
+            continue
+        header = ["inputs, accumulator", "fastest tile"]
+        for c in channels:
+            header += [f"C = {c}: ms", "of fp32's"]
+        caption = (
+            f"**{result['card']}**, {result['scene']}; driver {result['driver']}, commit {result['commit']}, "
+            f"{result['date']}."
+        )
+        blocks.append(f"{caption}\n\n{_markdown(header, rows)}")
+    return "\n\n".join(blocks) or "No times have been recorded yet."
+
+
+# ---- plots -------------------------------------------------------------------------------------------------
+
+
+def _plots(results: list[Result]) -> list[tuple[str, Result, int, str]]:
+    """(file name, sweep, kernel volume, hash of its figures) of every plot in docs/."""
+    found = []
+    for result, shown in _in_docs(results):
+        for volume in sorted({row["volume"] for row in shown}, key=lambda v: (v != 27, v)):
+            rows = [row for row in shown if row["volume"] == volume]
+            if len({row["channels"] for row in rows}) < 2:
+                continue
+            digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+            found.append((f"sweep-{slug(result['card'])}-k{volume}.png", result, volume, digest))
+    return found
+
+
+def plots_block(results: list[Result]) -> str:
+    """The plots as images."""
+    lines = [
+        f"![Errors against channels on {result['card']}, kernel volume {volume}]({name})"
+        for name, result, volume, _ in _plots(results)
+    ]
+    return "\n\n".join(lines) or "No sweep has been recorded yet."
+
+
+def _speed_plots(results: list[Result]) -> list[tuple[str, str, Result, str]]:
+    """(file name, kind, what voxmma.benchplots draws, hash of its figures) of every plot of speed."""
+    found: list[tuple[str, str, Result]] = []
+    for result in results:
+        for scene, part in result.get("scenes", {}).items():
+            if "rates" in part and part["rows"]:
+                rows = [
+                    {**row, "scene": scene, "c_in": row["ci"], "c_out": row["co"]} for row in part["rows"]
+                ]
+                shown = {"device": result["card"], "environment": {"torch": part["torch"]}, "rows": rows}
+                name = f"peers-{slug(result['card'])}-{slug(scene)}.png"
+                found.append((name, "peers", {**shown, "rates": part["rates"]}))
+        if "scaling" in result:
+            found.append((f"scaling-{slug(result['card'])}.png", "scaling", result["scaling"]))
+    return [
+        (*plot, hashlib.sha256(json.dumps(plot[2], sort_keys=True).encode()).hexdigest()[:16])
+        for plot in found
+    ]
+
+
+def speed_plots_block(results: list[Result]) -> str:
+    """The plots of speed as images."""
+    titles = {
+        "peers": "Speed against other libraries, and the roofline",
+        "scaling": "Time a pair against voxels",
+    }
+    lines = [
+        f"![{titles[kind]}, on {shown['device']}]({name})" for name, kind, shown, _ in _speed_plots(results)
+    ]
+    return "\n\n".join(lines) or "Nothing has been drawn yet."
+
+
+def _carries(path: Path, digest: str) -> bool:
+    """Whether a PNG says that it was drawn from the figures of this hash."""
+    return path.exists() and f"Source\0{digest}".encode() in path.read_bytes()
+
+
+def stale_plots(results: list[Result], folder: Path) -> list[str]:
+    """Plots that are missing, were drawn from other figures, or belong to none."""
+    wanted = {name: digest for name, _, _, digest in [*_plots(results), *_speed_plots(results)]}
+    wrong = [name for name, digest in wanted.items() if not _carries(folder / name, digest)]
+    drawn = [path for kind in ("sweep", "peers", "scaling") for path in sorted(folder.glob(f"{kind}-*.png"))]
+    return wrong + [path.name for path in drawn if path.name not in wanted]
+
+
+def draw_plots(results: list[Result], folder: Path) -> None:
+    """Draws the stale plots, and removes those that belong to no figures."""
+    wanted = {name: (result, volume, digest) for name, result, volume, digest in _plots(results)}
+    speed = {name: plot for name, *plot in _speed_plots(results)}
+    for name in stale_plots(results, folder):
+        if name in speed:
+            from voxmma import benchplots
+
+            kind, shown, digest = speed[name]
+            draw = {"peers": benchplots.draw_peers, "scaling": benchplots.draw_scaling}[kind]
+            draw(shown, folder / name, {"Source": digest})
+            continue
+        if name not in wanted:
+            (folder / name).unlink()
+            continue
+        from voxmma import sweep_show
+
+        result, volume, digest = wanted[name]
+        shown = {**result, "device": result["card"], "rows": result["sweep"]}
+        sweep_show.plot(shown, folder / name, volume, {"Source": digest})
+
+
+# ---- pages -------------------------------------------------------------------------------------------------
+
+TABLES: dict[str, Callable[[list[Result]], str]] = {
+    "accuracy": accuracy_table,
+    "cost": cost_table,
+    "demo": demo_table,
+    "emulator": emulator_table,
+    "gate": gate_table,
+    "peers": peers_table,
+    "plots": plots_block,
+    "published": published_table,
+    "sanitizer": sanitizer_table,
+    "scaling": scaling_table,
+    "speed": speed_table,
+    "speed_plots": speed_plots_block,
+    "sweep": sweep_table,
+}
 
 _BLOCK = re.compile(r"(<!-- results:begin (\S+) -->\n).*?(<!-- results:end -->)", re.DOTALL)
 
@@ -166,17 +659,27 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a table is stale")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--readme", type=Path, help="only this page, and no plot")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     given = parser.parse_args(arguments)
-    before = given.readme.read_text()
-    after = fill(before, load(given.results))
-    if not given.check:
-        given.readme.write_text(after)
-    elif after != before:
-        print(f"{given.readme} is stale: run python benchmarks/readme_tables.py", file=sys.stderr)
-        return 1
-    return 0
+    docs = ROOT / "docs"
+    results = load(given.results)
+    stale = []
+    for page in [given.readme] if given.readme else [ROOT / "README.md", *sorted(docs.glob("*.md"))]:
+        before = page.read_text()
+        after = fill(before, results)
+        if not given.check:
+            page.write_text(after)
+        elif after != before:
+            stale.append(str(page))
+    if given.readme is None:
+        if given.check:
+            stale += stale_plots(results, docs)
+        else:
+            draw_plots(results, docs)
+    if stale:
+        print(f"stale: {', '.join(stale)}; run python benchmarks/readme_tables.py", file=sys.stderr)
+    return 1 if stale else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every compiled tile, forward and dgrad or wgrad, on small scenes: the work that compute-sanitizer watches.
+"""Every compiled tile, forward and dgrad or wgrad, and pooling: the work that compute-sanitizer watches.
 
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --channels 8,32,64,128
@@ -19,8 +19,11 @@ import torch
 from voxmma import _C, accuracy
 from voxmma.coords import CoordSet
 from voxmma.kernel_map import kernel_map
+from voxmma.nn import functional as F
+from voxmma.voxels import Voxels
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+POOLS = (F.max_pool, F.min_pool, F.sum_pool, F.avg_pool)
 TOLERANCE = {"fp16": 2e-3, "bf16": 1e-2, "fp32": 2e-6, "fp64": 1e-12}  # rel-L2
 
 
@@ -58,12 +61,31 @@ def check(tile: dict[str, object], coords: torch.Tensor, c: int) -> float:
     )
 
 
+def check_pooling(kind: str, coords: torch.Tensor, c: int) -> float:
+    """Largest rel-L2 of pooling, forward and backward, from what it gives on the CPU: there is none."""
+    g = torch.Generator().manual_seed(c)
+    feats = torch.randn(len(coords), c, generator=g).to(DTYPES[kind])
+    seen = []
+    for device in ("cpu", "cuda"):
+        f = feats.to(device, copy=True).requires_grad_()
+        x = Voxels(coords.to(device), f)
+        low, indices = F.max_pool_with_indices(x, 2)
+        made = [pool(x, k, s).feats for pool in POOLS for k, s in ((2, 2), (3, 2), (3, 1))]
+        made += [F.unpool(low, 2).feats, F.max_unpool(low, indices).feats]
+        made += [F.global_sum_pool(x), F.global_max_pool(x)]
+        grads = [torch.autograd.grad(y.sum(), f, retain_graph=True)[0] for y in made]
+        del made[-2]  # a sum of another order on each device
+        seen.append([t.detach().cpu() for t in (*made, *grads)])
+    pairs = zip(*((t.double() for t in side) for side in seen), strict=True)
+    return max(float((a - b).norm() / a.norm()) for a, b in pairs)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--channels", default="8,16,32,64,96,128")
-    parser.add_argument("--tiles", default="", help="only tiles whose name contains this")
+    parser.add_argument("--tiles", default="", help="only tiles whose name contains this; 'pool': pooling")
     parser.add_argument("--scenes", default="ball,box,points")
     args = parser.parse_args()
     capability = 10 * torch.cuda.get_device_capability()[0]
@@ -85,6 +107,13 @@ def main() -> int:
                 verdict = "ok" if error <= bound else f"above {bound:.0e}"
                 failed += verdict != "ok"
                 print(f"{tile['name']} C={c} {scene}: rel-L2 {error:.2e} {verdict}", flush=True)
+        for kind in DTYPES if args.tiles in "pool" else ():
+            for c in (*(int(v) for v in args.channels.split(",")), 5):
+                error = check_pooling(kind, coords, c)
+                ran += 1
+                verdict = "ok" if error == 0 else "above 0"
+                failed += verdict != "ok"
+                print(f"pool_{kind} C={c} {scene}: rel-L2 {error:.2e} {verdict}", flush=True)
     print(f"{ran} runs, {failed} above the bound")
     return 1 if failed or not ran else 0
 

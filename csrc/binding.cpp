@@ -16,6 +16,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <sstream>
@@ -89,7 +90,7 @@ ScalarType check_out_dtype(OptDtype out_dtype, ScalarType x) {
   return out;
 }
 
-// A kernel map as tensors (README, "Kernel maps"): on CUDA [order, tile_pass, passes, frag, uniq, local], elsewhere
+// A kernel map as tensors (README, "Kernel maps"): on CUDA [order, schedule, passes, frag, uniq, local], elsewhere
 // [in_rows, out_rows, kptr]. Contents are the map builder's business; checked here is what can be without a copy.
 void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel_volume, int64_t n_out) {
   const bool cuda = x.is_cuda();
@@ -109,7 +110,7 @@ void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel
 #ifdef VOXMMA_WITH_CUDA
     const int64_t tiles = (n_out + kTileM - 1) / kTileM;
     check(0, "order", at::kInt, {tiles * kTileM});
-    check(1, "tile_pass", at::kInt, {tiles, 2});
+    check(1, "schedule", at::kInt, {2, tiles, 4});
     check(2, "passes", at::kInt, {-1, 4});
     check(3, "frag", at::kInt, {map[2].size(0), kFrags});
     check(4, "uniq", at::kInt, {-1});
@@ -162,12 +163,82 @@ Shape check_wgrad(const Tensor& x, const Tensor& dy, TensorList map, int64_t ker
   return {kernel_volume, groups, x.size(1) / groups, dy.size(1) / groups, check_out_dtype(out_dtype, x.scalar_type())};
 }
 
+// The type of the offsets that pool_max keeps, kernel_volume standing for "none": winner_bytes() of kernels.h.
+ScalarType winner_dtype(int64_t kernel_volume) { return kernel_volume < 256 ? at::kByte : at::kShort; }
+
+// A pooling op from the rows of x to n_out rows over `map`; `name` is what the caller calls it. `winner` has
+// `winner_rows` rows; what an op does not have is nullopt.
+void check_pool(const Tensor& x, const OptTensor& in_count, const OptTensor& out_count, const OptTensor& winner,
+                int64_t winner_rows, const char* name, TensorList map, int64_t kernel_volume, int64_t n_out) {
+  check_tensor("x", x, 2, x);
+  TORCH_CHECK(kernel_volume > 0, "kernel_volume must be positive, got ", kernel_volume);
+  TORCH_CHECK(n_out >= 0, "the number of output rows is negative: ", n_out);
+  const auto check = [&](const char* part, const Tensor& t, ScalarType dtype, at::IntArrayRef sizes) {
+    TORCH_CHECK(t.device() == x.device(), part, " is on ", t.device(), " but x is on ", x.device());
+    TORCH_CHECK(t.scalar_type() == dtype && t.sizes() == sizes && t.is_contiguous(), part, " must be contiguous ",
+                c10::toString(dtype), " of shape ", sizes, ", got ", c10::toString(t.scalar_type()), " of shape ",
+                t.sizes());
+  };
+  if (in_count.has_value()) check("in_count", *in_count, at::kInt, {x.size(0)});
+  if (out_count.has_value()) check("out_count", *out_count, at::kInt, {n_out});
+  if (winner.has_value()) check("winner", *winner, winner_dtype(kernel_volume), {winner_rows, x.size(1)});
+  TORCH_CHECK(!map.empty(), name, " is empty");
+  check_map(name, map, x, kernel_volume, n_out);
+}
+
+void check_segments(const Tensor& x, const OptTensor& candidates, const Tensor& rows, const Tensor& starts) {
+  check_tensor("x", x, 2, x);
+  const auto check = [&](const char* part, const Tensor& t, int64_t dim) {
+    TORCH_CHECK(t.device() == x.device() && t.scalar_type() == at::kLong && t.dim() == dim && t.is_contiguous(), part,
+                " must be contiguous Long with ", dim, " dimension(s) on ", x.device(), ", got ",
+                c10::toString(t.scalar_type()), " of shape ", t.sizes(), " on ", t.device());
+  };
+  check("rows", rows, 1);
+  check("starts", starts, 1);
+  if (!candidates.has_value()) return;
+  check("candidates", *candidates, 2);
+  TORCH_CHECK(candidates->size(1) == x.size(1), "candidates has ", candidates->size(1), " channels but x has ",
+              x.size(1));
+}
+
 // ---- the ops, called through the dispatcher -----------------------------------------------------------------------
 
 using ConvSignature = Tensor(const Tensor&, const Tensor&, const OptTensor&, TensorList, TensorList, c10::SymInt, bool,
                              bool, string_view, string_view, string_view, string_view, OptDtype);
 using WgradSignature = Tensor(const Tensor&, const Tensor&, TensorList, TensorList, int64_t, int64_t, bool, string_view,
                               string_view, string_view, OptDtype);
+
+using PoolSumSignature = Tensor(const Tensor&, const OptTensor&, const OptTensor&, TensorList, TensorList, int64_t,
+                                c10::SymInt, bool, bool);
+using PoolMaxSignature = std::tuple<Tensor, Tensor>(const Tensor&, TensorList, TensorList, int64_t, c10::SymInt, bool,
+                                                    bool, bool);
+using PoolPickSignature = Tensor(const Tensor&, const Tensor&, TensorList, TensorList, int64_t, bool);
+using PoolPutSignature = Tensor(const Tensor&, const Tensor&, TensorList, TensorList, int64_t, c10::SymInt, bool);
+
+template <class Signature>
+auto find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+const auto& pool_sum_op() {
+  static const auto op = find_op<PoolSumSignature>("voxmma::pool_sum");
+  return op;
+}
+
+const auto& pool_max_op() {
+  static const auto op = find_op<PoolMaxSignature>("voxmma::pool_max");
+  return op;
+}
+
+const auto& pool_pick_op() {
+  static const auto op = find_op<PoolPickSignature>("voxmma::pool_pick");
+  return op;
+}
+
+const auto& pool_put_op() {
+  static const auto op = find_op<PoolPutSignature>("voxmma::pool_put");
+  return op;
+}
 
 const auto& conv_op() {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("voxmma::conv", "").typed<ConvSignature>();
@@ -360,6 +431,173 @@ Tensor wgrad_autograd(const Tensor& x, const Tensor& dy, TensorList map, TensorL
   return WgradFunction::apply(x, dy, plan, kernel_volume, groups, out_dtype);
 }
 
+// ---- autograd of pooling: the gradient of a sum is a sum over the opposite direction, that of max is put, whose own
+// gradient is pick, whose own is put -----------------------------------------------------------------------------
+
+// What a pooling op runs over; both directions, `map` being the one from the inputs to the outputs.
+struct Windows {
+  std::vector<Tensor> map, map_t;  // map_t is empty where symmetric, or not given
+  int64_t volume;
+  bool symmetric;
+
+  void save(AutogradContext* ctx) const {
+    auto& data = ctx->saved_data;
+    data["map"] = map;
+    data["map_t"] = map_t;
+    data["volume"] = volume;
+    data["symmetric"] = symmetric;
+  }
+  static Windows load(AutogradContext* ctx) {
+    auto& data = ctx->saved_data;
+    return {data["map"].toTensorVector(), data["map_t"].toTensorVector(), data["volume"].toInt(),
+            data["symmetric"].toBool()};
+  }
+};
+
+// The map from the outputs to the inputs; where it is the one there is, its offsets are mirrored.
+TensorList opposite_map(TensorList map, TensorList map_t, bool symmetric, const char* what) {
+  if (symmetric) return map;
+  TORCH_CHECK(!map_t.empty(), "map_t is empty, but ", what,
+              " needs the map of the opposite direction (KernelMap.transposed().tensors)");
+  return map_t;
+}
+
+class PoolSumFunction : public torch::autograd::Function<PoolSumFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptTensor& in_count, const OptTensor& out_count,
+                        const Windows& over, const c10::SymInt& n_out, bool mirror) {
+    over.save(ctx);
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["in_count"] = in_count;
+    ctx->saved_data["out_count"] = out_count;
+    ctx->saved_data["mirror"] = mirror;
+    ctx->saved_data["n_in"] = x.sym_size(0);
+    at::AutoDispatchBelowADInplaceOrView below;
+    return pool_sum_op().call(x, in_count, out_count, over.map, over.map_t, over.volume, n_out, over.symmetric, mirror);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list out(6);
+    if (!grads[0].defined() || !ctx->needs_input_grad(0)) return out;
+    const Windows over = Windows::load(ctx);
+    auto& data = ctx->saved_data;
+    out[0] = pool_sum_op().call(grads[0], data["out_count"].toOptional<Tensor>(), data["in_count"].toOptional<Tensor>(),
+                                opposite_map(over.map, over.map_t, over.symmetric, "the gradient of x"),
+                                over.symmetric ? over.map_t : over.map, over.volume, data["n_in"].toSymInt(),
+                                over.symmetric, over.symmetric && !data["mirror"].toBool());
+    return out;
+  }
+};
+
+class PoolMaxFunction : public torch::autograd::Function<PoolMaxFunction> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Windows& over, const c10::SymInt& n_out,
+                               bool largest, bool keep_winner) {
+    over.save(ctx);
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["n_in"] = x.sym_size(0);
+    ctx->saved_data["kept"] = keep_winner;
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [y, winner] =
+        pool_max_op().call(x, over.map, over.map_t, over.volume, n_out, over.symmetric, largest, keep_winner);
+    ctx->mark_non_differentiable({winner});
+    ctx->save_for_backward({winner});
+    return {y, winner};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list out(5);
+    if (!grads[0].defined() || !ctx->needs_input_grad(0)) return out;
+    auto& data = ctx->saved_data;
+    TORCH_CHECK(data["kept"].toBool(), "the gradient of x needs what pool_max found: keep_winner=True");
+    const Windows over = Windows::load(ctx);
+    out[0] = pool_put_op().call(grads[0], ctx->get_saved_variables()[0], over.map, over.map_t, over.volume,
+                                data["n_in"].toSymInt(), over.symmetric);
+    return out;
+  }
+};
+
+class PoolPickFunction : public torch::autograd::Function<PoolPickFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& winner, const Windows& over) {
+    over.save(ctx);
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["n_in"] = x.sym_size(0);
+    ctx->save_for_backward({winner});
+    at::AutoDispatchBelowADInplaceOrView below;
+    return pool_pick_op().call(x, winner, over.map, over.map_t, over.volume, over.symmetric);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list out(3);
+    if (!grads[0].defined() || !ctx->needs_input_grad(0)) return out;
+    const Windows over = Windows::load(ctx);
+    out[0] = pool_put_op().call(grads[0], ctx->get_saved_variables()[0], over.map, over.map_t, over.volume,
+                                ctx->saved_data["n_in"].toSymInt(), over.symmetric);
+    return out;
+  }
+};
+
+class PoolPutFunction : public torch::autograd::Function<PoolPutFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& winner, const Windows& over,
+                        const c10::SymInt& n_out) {
+    over.save(ctx);
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({winner});
+    at::AutoDispatchBelowADInplaceOrView below;
+    return pool_put_op().call(x, winner, over.map, over.map_t, over.volume, n_out, over.symmetric);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list out(4);
+    if (!grads[0].defined() || !ctx->needs_input_grad(0)) return out;
+    const Windows over = Windows::load(ctx);
+    out[0] = pool_pick_op().call(grads[0], ctx->get_saved_variables()[0], over.map, over.map_t, over.volume,
+                                 over.symmetric);
+    return out;
+  }
+};
+
+Tensor pool_sum_autograd(const Tensor& x, const OptTensor& in_count, const OptTensor& out_count, TensorList map,
+                         TensorList map_t, int64_t kernel_volume, c10::SymInt n_out, bool symmetric, bool mirror) {
+  if (!needs_node({&x})) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return pool_sum_op().call(x, in_count, out_count, map, map_t, kernel_volume, std::move(n_out), symmetric, mirror);
+  }
+  return PoolSumFunction::apply(x, in_count, out_count, Windows{map.vec(), map_t.vec(), kernel_volume, symmetric},
+                                n_out, mirror);
+}
+
+std::tuple<Tensor, Tensor> pool_max_autograd(const Tensor& x, TensorList map, TensorList map_t, int64_t kernel_volume,
+                                             c10::SymInt n_out, bool symmetric, bool largest, bool keep_winner) {
+  if (!needs_node({&x})) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return pool_max_op().call(x, map, map_t, kernel_volume, std::move(n_out), symmetric, largest, keep_winner);
+  }
+  const variable_list both = PoolMaxFunction::apply(x, Windows{map.vec(), map_t.vec(), kernel_volume, symmetric}, n_out,
+                                                    largest, keep_winner);
+  return {both[0], both[1]};
+}
+
+Tensor pool_pick_autograd(const Tensor& x, const Tensor& winner, TensorList map, TensorList map_t,
+                          int64_t kernel_volume, bool symmetric) {
+  if (!needs_node({&x})) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return pool_pick_op().call(x, winner, map, map_t, kernel_volume, symmetric);
+  }
+  return PoolPickFunction::apply(x, winner, Windows{map.vec(), map_t.vec(), kernel_volume, symmetric});
+}
+
+Tensor pool_put_autograd(const Tensor& x, const Tensor& winner, TensorList map, TensorList map_t, int64_t kernel_volume,
+                         c10::SymInt n_out, bool symmetric) {
+  if (!needs_node({&x})) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return pool_put_op().call(x, winner, map, map_t, kernel_volume, std::move(n_out), symmetric);
+  }
+  return PoolPutFunction::apply(x, winner, Windows{map.vec(), map_t.vec(), kernel_volume, symmetric}, n_out);
+}
+
 // ---- autocast: features take the active type; weight and bias stay, the op converts them itself -------------------
 
 template <c10::DeviceType device>
@@ -384,8 +622,10 @@ Tensor wgrad_autocast(const Tensor& x, const Tensor& dy, TensorList map, TensorL
 
 // ---- CUDA ---------------------------------------------------------------------------------------------------------
 
-using IndexResult = std::tuple<Tensor, Tensor, Tensor, std::vector<int64_t>>;
-using PlanResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t>;
+using Ints = std::vector<int64_t>;
+using IndexResult = std::tuple<Tensor, Tensor, Ints>;
+using DeriveResult = std::tuple<Tensor, Tensor, Tensor, int64_t, bool>;
+using PlanResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t>;
 
 #ifdef VOXMMA_WITH_CUDA
 
@@ -511,12 +751,12 @@ PlanView plan_view(TensorList map, int64_t kernel_volume, int64_t n_out, int64_t
   TORCH_CHECK(n_out < limit - kTileM && n_in < limit, "at most 2^31 rows: got n_out=", n_out, ", n_in=", n_in);
   PlanView plan{};
   plan.order = data<int>(map[0]);
-  plan.tile_pass = data<int2>(map[1]);
+  plan.schedule = data<ScheduledTile>(map[1]);
   plan.passes = data<Pass>(map[2]);
   plan.frag = data<uint32_t>(map[3]);
   plan.uniq = data<int>(map[4]);
   plan.local = data<uint16_t>(map[5]);
-  plan.tiles = static_cast<int>(map[1].size(0));
+  plan.tiles = static_cast<int>(map[1].size(1));
   plan.kernel_volume = static_cast<int>(kernel_volume);
   plan.n_out = n_out;
   plan.n_in = n_in;
@@ -658,100 +898,225 @@ void check_ints(const char* name, const Tensor& t, ScalarType dtype, int64_t col
               " of shape ", t.sizes(), " on ", t.device());
 }
 
-// Without `check` nothing is read back and the statistics are empty: for coordinates known to be valid.
-IndexResult index_coords_cuda(const Tensor& coords, bool check) {
-  check_ints("coords", coords, at::kInt, 4, coords);
-  const Launch on(coords.device());
-  const int64_t n = coords.size(0), capacity = hash_capacity(n);
-  const Tensor keys = on.empty({capacity}, at::kLong), rows = on.empty({capacity}, at::kInt);
-  const Tensor order = on.empty({n}, at::kInt), scratch = on.scratch(index_workspace(n));
-  static_assert(sizeof(CoordStats) % sizeof(int64_t) == 0);
-  const Tensor stats = on.empty({sizeof(CoordStats) / sizeof(int64_t)}, at::kLong);
-  IndexArgs args{};
+// What a kernel found out, on the host: the one way in which the host waits for the device.
+template <class T>
+T read_back(const Tensor& device) {
+  const Tensor host = at::empty(device.sizes(), device.options().device(at::kCPU).pinned_memory(true));
+  host.copy_(device);
+  T value;
+  std::memcpy(&value, host.data_ptr(), sizeof(value));
+  return value;
+}
+
+template <class T>
+Tensor empty_struct(const Launch& on) {
+  static_assert(sizeof(T) % sizeof(int64_t) == 0);
+  return on.empty({sizeof(T) / sizeof(int64_t)}, at::kLong);
+}
+
+void copy_triple(const char* name, const Ints& from, int* to) {
+  TORCH_CHECK(from.size() == 3, name, " must hold 3 integers, got ", from.size());
+  for (int i = 0; i < 3; ++i) to[i] = static_cast<int>(from[i]);
+}
+
+// Box around coordinates between bounds = smallest (batch, x, y, z), then largest.
+CoordBox box_within(const Ints& bounds) {
+  TORCH_CHECK(bounds.size() == 8, "bounds must hold 8 integers, got ", bounds.size());
+  int ends[8];
+  for (int i = 0; i < 8; ++i) {
+    const bool batch = i % 4 == 0;
+    TORCH_CHECK(bounds[i] >= (batch ? 0 : -kCoordBias) && bounds[i] <= (batch ? kBatchMax : kCoordBias - 1), "bounds[", i,
+                "] is ", bounds[i], ", outside the packable range");
+    ends[i] = static_cast<int>(bounds[i]);
+  }
+  return box_around(ends, ends + 4);
+}
+
+Tensor brick_table(const Launch& on, const Tensor& coords, const Tensor& order, int64_t known) {
+  const int64_t n = coords.size(0), capacity = brick_capacity(n, known);
+  const Tensor table = on.empty({capacity, sizeof(Brick) / sizeof(int)}, at::kInt);
+  check_cuda(build_bricks(data<int>(coords), data<int>(order), n, data<Brick>(table), capacity, on.stream),
+             "build_bricks", on.device);
+  return table;
+}
+
+Tensor morton_order(const Launch& on, const Tensor& coords, const CoordBox* box, const Tensor& stats) {
+  const int64_t n = coords.size(0);
+  const Tensor order = on.empty({n}, at::kInt), scratch = on.scratch(order_workspace(n));
+  OrderArgs args{};
   args.coords = data<int>(coords);
   args.n = n;
-  args.keys = data<uint64_t>(keys);
-  args.rows = data<int>(rows);
-  args.capacity = capacity;
+  args.box = box;
+  args.stats = stats.defined() ? data<CoordStats>(stats) : nullptr;
   args.order = data<int>(order);
-  args.stats = data<CoordStats>(stats);
   args.workspace = scratch.data_ptr();
-  check_cuda(index_coords(args, on.stream), "index_coords", on.device);
-  if (!check) return {keys, rows, order, {}};
-  const Tensor host = stats.cpu();  // the one synchronisation
-  CoordStats found;
-  std::memcpy(&found, host.data_ptr(), sizeof(found));
-  std::vector<int64_t> list{found.bad_row, found.duplicate_row, found.twin_row};
+  check_cuda(order_coords(args, on.stream), "order_coords", on.device);
+  return order;
+}
+
+// Without bounds the rows are checked, which reads back once (again where they need more than kSortBits bits): bad row,
+// duplicate, its twin, smallest and largest coordinates. With bounds they are known to be valid.
+IndexResult index_coords_cuda(const Tensor& coords, const Ints& bounds) {
+  check_ints("coords", coords, at::kInt, 4, coords);
+  const Launch on(coords.device());
+  if (!bounds.empty()) {
+    const CoordBox box = box_within(bounds);
+    const Tensor order = morton_order(on, coords, &box, {});
+    return {order, brick_table(on, coords, order, -1), {}};
+  }
+  const Tensor stats = empty_struct<CoordStats>(on);
+  Tensor order = morton_order(on, coords, nullptr, stats);
+  auto found = read_back<CoordStats>(stats);
+  const CoordBox box = box_around(found.min, found.max);
+  if (found.bad_row < 0 && bits_of(box) > kSortBits) {
+    order = morton_order(on, coords, &box, stats);
+    found = read_back<CoordStats>(stats);
+  }
+  const bool twins = found.duplicate != -1;
+  Ints list{found.bad_row, twins ? found.duplicate >> 32 : -1, twins ? found.duplicate & 0xffffffff : -1};
   list.insert(list.end(), found.min, found.min + 4);
   list.insert(list.end(), found.max, found.max + 4);
-  return {keys, rows, order, list};
+  if (found.bad_row >= 0 || twins) return {order, on.empty({0, 4}, at::kInt), list};
+  return {order, brick_table(on, coords, order, found.bricks), list};
 }
 
-// A buffer's used part; copied where keeping the whole would waste more than a quarter.
-Tensor trim(const Tensor& t, int64_t used) {
-  const Tensor part = t.narrow(0, 0, used);
-  return used < t.size(0) - t.size(0) / 4 ? part.clone() : part;
+// Output coordinates of a layer (voxmma/derive.py) and their index: coordinates sorted by (batch, x, y, z), order, bricks,
+// how many there are, and whether one lies outside the packable range. In the last case, and above `limit`, there is
+// nothing but the count. Reads back once a piece of `piece` candidates.
+DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const Ints& stride, const Ints& dilation,
+                                const Ints& padding, bool to_children, const Ints& bounds, int64_t piece,
+                                int64_t limit) {
+  check_ints("coords", coords, at::kInt, 4, coords);
+  const Launch on(coords.device());
+  ExpandArgs args{};
+  copy_triple("size", size, args.size);
+  copy_triple("stride", stride, args.stride);
+  copy_triple("dilation", dilation, args.dilation);
+  copy_triple("padding", padding, args.padding);
+  args.to_children = to_children;
+  args.box = box_within(bounds);
+  const auto width = static_cast<int64_t>(key_bytes(args.box));
+  double cells = 1;  // of the bounds: no more sites than that
+  for (int a = 0; a < 4; ++a) cells *= static_cast<double>(bounds[4 + a] - bounds[a] + 1);
+
+  const Tensor stats = empty_struct<ExpandStats>(on);
+  args.stats = data<ExpandStats>(stats);
+  check_cuda(cudaMemsetAsync(args.stats, 0, sizeof(ExpandStats), on.stream), "cudaMemsetAsync", on.device);
+  args.n = 1;
+  const int64_t n = coords.size(0), rows = std::max<int64_t>(1, piece / expand_bound(args));
+  ExpandStats found{};
+  Tensor keys = on.scratch(0), table;
+  for (int64_t begin = 0; begin < n && found.outside == 0 && found.count <= limit; begin += rows) {
+    args.coords = data<int>(coords) + 4 * begin;
+    args.n = std::min(rows, n - begin);
+    int64_t room = found.count + expand_bound(args);
+    if (cells < static_cast<double>(room)) room = static_cast<int64_t>(cells);
+    const Tensor old = keys;
+    keys = on.scratch(room * width);
+    if (found.count > 0) keys.narrow(0, 0, found.count * width).copy_(old.narrow(0, 0, found.count * width));
+    args.keys = keys.data_ptr();
+    if (args.capacity < expand_capacity(room)) {
+      args.capacity = expand_capacity(room);
+      table = on.scratch(args.capacity * width);
+      args.table = table.data_ptr();
+      check_cuda(cudaMemsetAsync(args.table, 0xff, args.capacity * width, on.stream), "cudaMemsetAsync", on.device);
+      check_cuda(rehash_keys(args.box, args.keys, found.count, args.table, args.capacity, on.stream), "rehash_keys",
+                 on.device);
+    }
+    check_cuda(expand_coords(args, on.stream), "expand_coords", on.device);
+    found = read_back<ExpandStats>(stats);
+  }
+  if (found.outside != 0 || found.count > limit) {
+    const Tensor nothing = on.empty({0, 4}, at::kInt);
+    return {nothing, nothing, nothing, found.count, found.outside != 0};
+  }
+  const Tensor made = on.empty({found.count, 4}, at::kInt), scratch = on.scratch(unpack_workspace(args.box, found.count));
+  check_cuda(unpack_keys(args.box, keys.data_ptr(), found.count, data<int>(made), scratch.data_ptr(), on.stream),
+             "unpack_keys", on.device);
+  const Tensor order = morton_order(on, made, &args.box, {});
+  return {made, order, brick_table(on, made, order, -1), found.count, false};
 }
 
-PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, const Tensor& keys, const Tensor& rows,
-                           int64_t n_in, const Tensor& add, std::vector<int64_t> mul, std::vector<int64_t> div) {
+// Rows and pairs of a plan are counted on the device. Where bounds are known that take no more room than the usual guess,
+// the count is not read back: `stats` is left on the device, the last result is -1, and passes, frag and uniq end in
+// unused room. Else it is, and they are cut to what is used.
+PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, const Tensor& bricks,
+                           const Tensor& in_order, const Ints& size, const Ints& start, const Ints& step,
+                           const Ints& mul, const Ints& div) {
   check_ints("out_coords", out_coords, at::kInt, 4, out_coords);
   check_ints("out_order", out_order, at::kInt, 0, out_coords);
-  check_ints("keys", keys, at::kLong, 0, out_coords);
-  check_ints("rows", rows, at::kInt, 0, out_coords);
-  check_ints("add", add, at::kInt, 3, out_coords);
-  TORCH_CHECK(mul.size() == 3 && div.size() == 3, "mul and div must hold 3 integers");
-  TORCH_CHECK(div[0] > 0 && div[1] > 0 && div[2] > 0, "div must be positive, got ", div);
-  TORCH_CHECK(out_order.size(0) == out_coords.size(0) && rows.size(0) == keys.size(0) && add.size(0) > 0,
-              "out_order, rows or add has the wrong length");
+  check_ints("bricks", bricks, at::kInt, 4, out_coords);
+  check_ints("in_order", in_order, at::kInt, 0, out_coords);
+  TORCH_CHECK(out_order.size(0) == out_coords.size(0) && bricks.size(0) > 0, "out_order or bricks has the wrong length");
+  PlanArgs args{};
+  copy_triple("size", size, args.size);
+  copy_triple("start", start, args.start);
+  copy_triple("step", step, args.step);
+  copy_triple("mul", mul, args.mul);
+  copy_triple("div", div, args.div);
+  for (int i = 0; i < 3; ++i) {
+    TORCH_CHECK(size[i] >= 1 && size[i] <= kMaxKernel && step[i] != 0 && mul[i] >= 1 && div[i] >= 1, "size ", size,
+                ", step ", step, ", mul ", mul, " or div ", div, " is out of range");
+  }
   const Launch on(out_coords.device());
-  const int64_t n_out = out_coords.size(0), volume = add.size(0), tiles = (n_out + kTileM - 1) / kTileM;
-  const Tensor order = on.empty({tiles * kTileM}, at::kInt), tile_pass = on.empty({tiles, 2}, at::kInt);
-  const Tensor local = on.empty({tiles, volume, kTileM}, at::kShort);
-  const Tensor stats = on.empty({sizeof(PlanStats) / sizeof(int64_t)}, at::kLong);
-  PlanStats found{};
-  // A surface's tile has about 1.6 kTileM unique rows and one pass per kPassOffsets; denser or wider maps run twice.
-  int64_t pass_capacity = tiles * ((volume + kPassOffsets - 1) / kPassOffsets) + tiles / 4;
-  int64_t uniq4_capacity = pass_capacity * (kUniqueMax / 4);
+  const int64_t volume = size[0] * size[1] * size[2];
+  args.n_out = out_coords.size(0);
+  args.n_in = in_order.size(0);
+  const int64_t tiles = (args.n_out + kTileM - 1) / kTileM;
+  const Tensor order = on.empty({tiles * kTileM}, at::kInt), schedule = on.empty({2, tiles, 4}, at::kInt);
+  const Tensor local = on.empty({tiles, volume, kTileM}, at::kShort), stats = empty_struct<PlanStats>(on);
+  args.out_coords = data<int>(out_coords);
+  args.out_order = data<int>(out_order);
+  args.bricks = data<Brick>(bricks);
+  args.capacity = bricks.size(0);
+  args.in_order = data<int>(in_order);
+  args.order = data<int>(order);
+  args.schedule = data<ScheduledTile>(schedule);
+  args.local = data<uint16_t>(local);
+  args.stats = data<PlanStats>(stats);
+  args.sm_count = on.info.sm_count;
+
+  // Surfaces list 1.6 unique rows for each row of the larger side in one pass per kPassOffsets offsets, full grids 2.4.
+  const int64_t groups = (volume + kPassOffsets - 1) / kPassOffsets;
+  const int64_t rows = groups * std::max(args.n_in, args.n_out) * 5 / 2;
+  args.uniq4_capacity = rows / 4 + 1;
+  args.pass_capacity = tiles * groups + tiles / 4 + rows / kUniqueMax;
+  constexpr int64_t kPassBytes = sizeof(Pass) + kFrags * sizeof(uint32_t);
+  const auto bytes = [](int64_t passes, int64_t uniq4) { return passes * kPassBytes + uniq4 * 4 * int64_t{sizeof(int)}; };
+  int64_t most_passes, most_uniq4;
+  plan_bounds(args, &most_passes, &most_uniq4);
+  const bool certain = bytes(most_passes, most_uniq4) <= bytes(args.pass_capacity, args.uniq4_capacity);
+  if (certain) {
+    args.pass_capacity = most_passes;
+    args.uniq4_capacity = most_uniq4;
+  }
   Tensor passes, frag, uniq;
-  for (int attempt = 0; attempt < 2; ++attempt) {
-    passes = on.empty({pass_capacity, 4}, at::kInt);
-    frag = on.empty({pass_capacity, kFrags}, at::kInt);
-    uniq = on.empty({uniq4_capacity * 4}, at::kInt);
-    if (tiles == 0) break;
-    PlanArgs args{};
-    args.out_coords = data<int>(out_coords);
-    args.out_order = data<int>(out_order);
-    args.n_out = n_out;
-    args.keys = data<uint64_t>(keys);
-    args.rows = data<int>(rows);
-    args.capacity = keys.size(0);
-    args.n_in = n_in;
-    args.add = data<int>(add);
-    for (int i = 0; i < 3; ++i) {
-      args.mul[i] = static_cast<int>(mul[i]);
-      args.div[i] = static_cast<int>(div[i]);
-    }
-    args.kernel_volume = static_cast<int>(volume);
-    args.order = data<int>(order);
-    args.tile_pass = data<int2>(tile_pass);
+  const auto build = [&] {
+    passes = on.empty({args.pass_capacity, 4}, at::kInt);
+    frag = on.empty({args.pass_capacity, kFrags}, at::kInt);
+    uniq = on.empty({args.uniq4_capacity * 4}, at::kInt);
     args.passes = data<Pass>(passes);
     args.frag = data<uint32_t>(frag);
     args.uniq = data<int>(uniq);
-    args.local = data<uint16_t>(local);
-    args.pass_capacity = pass_capacity;
-    args.uniq4_capacity = uniq4_capacity;
-    args.stats = data<PlanStats>(stats);
     check_cuda(build_plan(args, on.stream), "build_plan", on.device);
-    const Tensor host = stats.cpu();  // the one synchronisation
-    std::memcpy(&found, host.data_ptr(), sizeof(found));
-    if (found.passes <= pass_capacity && found.uniq4 <= uniq4_capacity) break;
-    TORCH_INTERNAL_ASSERT(attempt == 0, "build_plan asks for more room than it said");
-    pass_capacity = found.passes;
-    uniq4_capacity = found.uniq4;
+  };
+  build();
+  if (certain) return {order, schedule, passes, frag, uniq, local, stats, -1};
+  auto found = read_back<PlanStats>(stats);
+  if (found.passes > args.pass_capacity || found.uniq4 > args.uniq4_capacity) {
+    args.pass_capacity = found.passes;
+    args.uniq4_capacity = found.uniq4;
+    build();
   }
-  return {order, tile_pass,  trim(passes, found.passes), trim(frag, found.passes), trim(uniq, found.uniq4 * 4),
-          local, found.pairs};
+  const int64_t unused = bytes(args.pass_capacity - found.passes, args.uniq4_capacity - found.uniq4);
+  const auto held = static_cast<int64_t>(local.nbytes()) + bytes(args.pass_capacity, args.uniq4_capacity);
+  const bool copy = unused > held / 8;
+  const auto cut = [copy](const Tensor& t, int64_t used) {
+    const Tensor part = t.narrow(0, 0, used);
+    return copy ? part.clone() : part;
+  };
+  return {order, schedule,  cut(passes, found.passes), cut(frag, found.passes), cut(uniq, found.uniq4 * 4), local,
+          stats, found.pairs};
 }
 
 Tensor plan_to_table_cuda(const std::vector<Tensor>& plan, int64_t n_out) {
@@ -765,6 +1130,105 @@ Tensor plan_to_table_cuda(const std::vector<Tensor>& plan, int64_t n_out) {
                on.device);
   }
   return table;
+}
+
+Tensor neighbor_counts_cuda(TensorList map, int64_t kernel_volume, int64_t n_out) {
+  TORCH_CHECK(map.size() == 6 && map[0].is_cuda(), "map must be a CUDA map of 6 tensors");
+  check_map("map", map, map[0], kernel_volume, n_out);
+  const Launch on(map[0].device());
+  const Tensor counts = on.empty({n_out}, at::kInt);
+  check_cuda(neighbor_counts(plan_view(map, kernel_volume, n_out, 0), data<int>(counts), on.stream), "neighbor_counts",
+             on.device);
+  return counts;
+}
+
+// Rows whose channels are adjacent, as they are or copied.
+Tensor dense_rows(const Tensor& x) { return x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous(); }
+
+// Runs a pooling kernel whose operands have been checked. `winner`: undefined where the op has none.
+Tensor launch_pool(PoolOp op, const Tensor& x, const OptTensor& in_count, const OptTensor& out_count,
+                   const Tensor& winner, TensorList map, int64_t kernel_volume, int64_t n_out, bool mirror,
+                   const Launch& on) {
+  const Tensor rows = dense_rows(x), y = on.empty({n_out, x.size(1)}, x.scalar_type());
+  PoolArgs args{};
+  args.plan = plan_view(map, kernel_volume, n_out, x.size(0));
+  args.op = op;
+  args.dtype = to_dtype(x.scalar_type());
+  args.mirror = mirror;
+  args.x = rows.data_ptr();
+  args.ldx = rows.stride(0);
+  args.y = y.data_ptr();
+  args.channels = x.size(1);
+  if (in_count.has_value()) args.in_count = data<int>(*in_count);
+  if (out_count.has_value()) args.out_count = data<int>(*out_count);
+  if (winner.defined()) args.winner = winner.data_ptr();
+  check_cuda(pool(args, on.stream), "pool", on.device);
+  return y;
+}
+
+Tensor pool_sum_cuda(const Tensor& x, const OptTensor& in_count, const OptTensor& out_count, TensorList map,
+                     TensorList /*map_t*/, int64_t kernel_volume, int64_t n_out, bool /*symmetric*/, bool mirror) {
+  check_pool(x, in_count, out_count, std::nullopt, 0, "map", map, kernel_volume, n_out);
+  return launch_pool(PoolOp::sum, x, in_count, out_count, Tensor(), map, kernel_volume, n_out, mirror,
+                     Launch(x.device()));
+}
+
+std::tuple<Tensor, Tensor> pool_max_cuda(const Tensor& x, TensorList map, TensorList /*map_t*/, int64_t kernel_volume,
+                                         int64_t n_out, bool /*symmetric*/, bool largest, bool keep_winner) {
+  check_pool(x, std::nullopt, std::nullopt, std::nullopt, 0, "map", map, kernel_volume, n_out);
+  const Launch on(x.device());
+  const Tensor winner = on.empty({keep_winner ? n_out : 0, x.size(1)}, winner_dtype(kernel_volume));
+  const Tensor y = launch_pool(largest ? PoolOp::max : PoolOp::min, x, std::nullopt, std::nullopt,
+                               keep_winner ? winner : Tensor(), map, kernel_volume, n_out, false, on);
+  return {y, winner};
+}
+
+Tensor pool_pick_cuda(const Tensor& x, const Tensor& winner, TensorList map, TensorList /*map_t*/,
+                      int64_t kernel_volume, bool /*symmetric*/) {
+  const int64_t n_out = winner.dim() > 0 ? winner.size(0) : 0;
+  check_pool(x, std::nullopt, std::nullopt, winner, n_out, "map", map, kernel_volume, n_out);
+  return launch_pool(PoolOp::pick, x, std::nullopt, std::nullopt, winner, map, kernel_volume, n_out, false,
+                     Launch(x.device()));
+}
+
+Tensor pool_put_cuda(const Tensor& x, const Tensor& winner, TensorList map, TensorList map_t, int64_t kernel_volume,
+                     int64_t n_out, bool symmetric) {
+  const TensorList back = opposite_map(map, map_t, symmetric, "pool_put");
+  check_pool(x, std::nullopt, std::nullopt, winner, x.dim() > 0 ? x.size(0) : 0, symmetric ? "map" : "map_t", back,
+             kernel_volume, n_out);
+  return launch_pool(PoolOp::put, x, std::nullopt, std::nullopt, winner, back, kernel_volume, n_out, symmetric,
+                     Launch(x.device()));
+}
+
+Tensor launch_segments(const Tensor& x, const OptTensor& candidates, const Tensor& rows, const Tensor& starts,
+                       bool argmax) {
+  check_segments(x, candidates, rows, starts);
+  const Launch on(x.device());
+  const Tensor from = dense_rows(x);
+  const ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const Tensor out = on.empty({starts.size(0), x.size(1)}, argmax ? at::kLong : wide);
+  SegmentArgs args{};
+  args.x = from.data_ptr();
+  args.ldx = from.stride(0);
+  args.dtype = to_dtype(x.scalar_type());
+  args.channels = x.size(1);
+  args.rows = data<int64_t>(rows);
+  args.n_rows = rows.size(0);
+  args.starts = data<int64_t>(starts);
+  args.blocks = starts.size(0);
+  if (candidates.has_value()) args.candidates = data<int64_t>(*candidates);
+  args.out = out.data_ptr();
+  check_cuda(argmax ? segment_argmax(args, on.stream) : segment_sum(args, on.stream),
+             argmax ? "segment_argmax" : "segment_sum", on.device);
+  return out;
+}
+
+Tensor segment_sum_cuda(const Tensor& x, const Tensor& rows, const Tensor& starts) {
+  return launch_segments(x, std::nullopt, rows, starts, false);
+}
+
+Tensor segment_argmax_cuda(const Tensor& x, const OptTensor& candidates, const Tensor& rows, const Tensor& starts) {
+  return launch_segments(x, candidates, rows, starts, true);
 }
 
 Tensor mma_probe_cuda(int64_t kind, const Tensor& a, const Tensor& b, const Tensor& c) {
@@ -837,12 +1301,28 @@ Tensor wgrad_cuda(const Tensor&, const Tensor&, TensorList, TensorList, int64_t,
                   string_view, string_view, OptDtype) {
   no_cuda();
 }
-IndexResult index_coords_cuda(const Tensor&, bool) { no_cuda(); }
-PlanResult build_plan_cuda(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, const Tensor&,
-                           std::vector<int64_t>, std::vector<int64_t>) {
+IndexResult index_coords_cuda(const Tensor&, const Ints&) { no_cuda(); }
+DeriveResult derive_coords_cuda(const Tensor&, const Ints&, const Ints&, const Ints&, const Ints&, bool, const Ints&,
+                                int64_t, int64_t) {
+  no_cuda();
+}
+PlanResult build_plan_cuda(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Ints&, const Ints&,
+                           const Ints&, const Ints&, const Ints&) {
   no_cuda();
 }
 Tensor plan_to_table_cuda(const std::vector<Tensor>&, int64_t) { no_cuda(); }
+Tensor neighbor_counts_cuda(TensorList, int64_t, int64_t) { no_cuda(); }
+Tensor pool_sum_cuda(const Tensor&, const OptTensor&, const OptTensor&, TensorList, TensorList, int64_t, int64_t, bool,
+                     bool) {
+  no_cuda();
+}
+std::tuple<Tensor, Tensor> pool_max_cuda(const Tensor&, TensorList, TensorList, int64_t, int64_t, bool, bool, bool) {
+  no_cuda();
+}
+Tensor pool_pick_cuda(const Tensor&, const Tensor&, TensorList, TensorList, int64_t, bool) { no_cuda(); }
+Tensor pool_put_cuda(const Tensor&, const Tensor&, TensorList, TensorList, int64_t, int64_t, bool) { no_cuda(); }
+Tensor segment_sum_cuda(const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
+Tensor segment_argmax_cuda(const Tensor&, const OptTensor&, const Tensor&, const Tensor&) { no_cuda(); }
 Tensor mma_probe_cuda(int64_t, const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
 double mma_rate_cuda(int64_t) { no_cuda(); }
 py::list kernel_configs() { return py::list(); }
@@ -862,16 +1342,50 @@ TORCH_LIBRARY(voxmma, m) {
       "conv_wgrad(Tensor x, Tensor dy, Tensor[] map, Tensor[] map_t, int kernel_volume, int groups, bool symmetric, "
       "str accumulator, str tile, str dgrad_tile, ScalarType? out_dtype=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
+  // Pooling; PoolOp in kernels.h says what they compute. mirror: the offsets of a symmetric map run backwards.
+  m.def(
+      "pool_sum(Tensor x, Tensor? in_count, Tensor? out_count, Tensor[] map, Tensor[] map_t, int kernel_volume, "
+      "SymInt n_out, bool symmetric, bool mirror) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "pool_max(Tensor x, Tensor[] map, Tensor[] map_t, int kernel_volume, SymInt n_out, bool symmetric, bool largest, "
+      "bool keep_winner) -> (Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+  // From the inputs of pool_max to its outputs, and back from n_out inputs: `map` is that of pool_max in both.
+  m.def(
+      "pool_pick(Tensor x, Tensor winner, Tensor[] map, Tensor[] map_t, int kernel_volume, bool symmetric) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "pool_put(Tensor x, Tensor winner, Tensor[] map, Tensor[] map_t, int kernel_volume, SymInt n_out, "
+      "bool symmetric) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+  // How many inputs each of n_out output rows has.
+  m.def("neighbor_counts(Tensor[] map, int kernel_volume, SymInt n_out) -> Tensor", {at::Tag::pt2_compliant_tag});
+  // One level of the tree in voxmma/segments.py, which differentiates it.
+  m.def("segment_sum(Tensor x, Tensor rows, Tensor starts) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("segment_argmax(Tensor x, Tensor? candidates, Tensor rows, Tensor starts) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(voxmma, CUDA, m) {
   m.impl("conv", TORCH_FN(voxmma::conv_cuda));
   m.impl("conv_wgrad", TORCH_FN(voxmma::wgrad_cuda));
+  m.impl("neighbor_counts", TORCH_FN(voxmma::neighbor_counts_cuda));
+  m.impl("pool_sum", TORCH_FN(voxmma::pool_sum_cuda));
+  m.impl("pool_max", TORCH_FN(voxmma::pool_max_cuda));
+  m.impl("pool_pick", TORCH_FN(voxmma::pool_pick_cuda));
+  m.impl("pool_put", TORCH_FN(voxmma::pool_put_cuda));
+  m.impl("segment_sum", TORCH_FN(voxmma::segment_sum_cuda));
+  m.impl("segment_argmax", TORCH_FN(voxmma::segment_argmax_cuda));
 }
 
 TORCH_LIBRARY_IMPL(voxmma, Autograd, m) {
   m.impl("conv", TORCH_FN(voxmma::conv_autograd));
   m.impl("conv_wgrad", TORCH_FN(voxmma::wgrad_autograd));
+  m.impl("pool_sum", TORCH_FN(voxmma::pool_sum_autograd));
+  m.impl("pool_max", TORCH_FN(voxmma::pool_max_autograd));
+  m.impl("pool_pick", TORCH_FN(voxmma::pool_pick_autograd));
+  m.impl("pool_put", TORCH_FN(voxmma::pool_put_autograd));
 }
 
 TORCH_LIBRARY_IMPL(voxmma, AutocastCUDA, m) {
@@ -896,16 +1410,32 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("TORCH_VERSION") = voxmma::kTorchVersion;
   m.def("kernel_configs", &voxmma::kernel_configs);
   m.def("index_coords", torch::wrap_pybind_function_no_gil(voxmma::index_coords_cuda), py::arg("coords"),
-        py::arg("check") = true);
+        py::arg("bounds") = voxmma::Ints{});
+  m.def("derive_coords", torch::wrap_pybind_function_no_gil(voxmma::derive_coords_cuda), py::arg("coords"),
+        py::arg("size"), py::arg("stride"), py::arg("dilation"), py::arg("padding"), py::arg("to_children"),
+        py::arg("bounds"), py::arg("piece"), py::arg("limit"));
   m.def("build_plan", torch::wrap_pybind_function_no_gil(voxmma::build_plan_cuda), py::arg("out_coords"),
-        py::arg("out_order"), py::arg("keys"), py::arg("rows"), py::arg("n_in"), py::arg("add"), py::arg("mul"),
-        py::arg("div"));
+        py::arg("out_order"), py::arg("bricks"), py::arg("in_order"), py::arg("size"), py::arg("start"), py::arg("step"),
+        py::arg("mul"), py::arg("div"));
   m.def("plan_to_table", torch::wrap_pybind_function_no_gil(voxmma::plan_to_table_cuda), py::arg("plan"),
         py::arg("n_out"));
   m.def("mma_probe", torch::wrap_pybind_function_no_gil(voxmma::mma_probe_cuda), py::arg("kind"), py::arg("a"),
         py::arg("b"), py::arg("c"));
   m.def("mma_rate", torch::wrap_pybind_function_no_gil(voxmma::mma_rate_cuda), py::arg("kind"));
   // The CPU implementations' way to the same checks as on CUDA.
+  m.def("check_pool", torch::wrap_pybind_function(
+                          [](const at::Tensor& x, const std::optional<at::Tensor>& in_count,
+                             const std::optional<at::Tensor>& out_count, const std::optional<at::Tensor>& winner,
+                             int64_t winner_rows, const std::string& name, const std::vector<at::Tensor>& map,
+                             int64_t kernel_volume, int64_t n_out) {
+                            voxmma::check_pool(x, in_count, out_count, winner, winner_rows, name.c_str(), map,
+                                               kernel_volume, n_out);
+                          }));
+  m.def("check_segments", torch::wrap_pybind_function(
+                              [](const at::Tensor& x, const std::optional<at::Tensor>& candidates,
+                                 const at::Tensor& rows, const at::Tensor& starts) {
+                                voxmma::check_segments(x, candidates, rows, starts);
+                              }));
   m.def("check_conv", torch::wrap_pybind_function(
                           [](const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                              const std::vector<at::Tensor>& map, int64_t n_out, bool transpose,

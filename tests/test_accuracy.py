@@ -138,6 +138,38 @@ def test_errors_of_empty_sums() -> None:
         errors(torch.zeros(2), y64, y64)
 
 
+def test_rank_by_counting_is_the_rank_by_sorting() -> None:
+    """What finds the percentile on a GPU, on ties, zeros, tiny, infinite and NaN values (largest of all)."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randn(3000, generator=generator).double().abs() * 2.0 ** torch.randint(-120, 120, (3000,))
+    ties = torch.randint(0, 5, (3000,), generator=generator).double()
+    special = torch.tensor([0.0, -0.0, 1e-45, math.inf, math.nan], dtype=torch.float64)
+    for values in (spread, ties, torch.zeros(3), special):
+        ordered = values.float().double().sort().values
+        for rank in {1, 2, len(values) // 2, math.ceil(0.99 * len(values)), len(values)}:
+            found = accuracy._kth_by_counting(values.double(), rank)
+            torch.testing.assert_close(found, ordered[rank - 1], rtol=0, atol=0, equal_nan=True)
+
+
+def test_errors_wait_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
+        honest = getattr(Tensor, name)
+        monkeypatch.setattr(
+            Tensor,
+            name,
+            lambda self, *rest, call=honest, name=name: (reads.append(name), call(self, *rest))[1],
+        )
+    errors(torch.ones(50, 4).half(), torch.ones(50, 4).double(), torch.ones(50, 4).double())
+    assert reads == ["tolist"]
+
+
+def test_tf32_loss_is_two_operands_times_the_missing_bits() -> None:
+    a, b = torch.tensor([-3.0, 1.0]), torch.tensor([[0.5]])
+    assert accuracy.tf32_loss(10, a, b) == 10 * 3.5 * 2.0**-136
+    assert accuracy.tf32_loss(10, a, b[:0]) == 10 * 3.0 * 2.0**-136
+
+
 def test_p99_is_the_value_that_99_percent_stay_within() -> None:
     abs64 = torch.ones(1000, dtype=torch.float64)
     found = errors(torch.arange(1000, dtype=torch.float64), torch.zeros_like(abs64), abs64)
@@ -265,6 +297,17 @@ def test_grouped_weights_reduce_over_their_own_channels() -> None:
     g = torch.Generator().manual_seed(0)
     w = FAMILIES["near_max"].weights((3, 4, 16, 8), torch.float32, g, "cpu")
     torch.testing.assert_close(w.abs().sum(dim=(0, 2)), torch.full((4, 8), 0.97))
+
+
+@pytest.mark.gpu
+def test_errors_agree_between_devices() -> None:
+    y64 = torch.randn(5000, 40).double()
+    abs64, y = y64.abs() + torch.rand(5000, 40), y64.half()
+    cpu, gpu = errors(y, y64, abs64, 1e-6), errors(y.cuda(), y64.cuda(), abs64.cuda(), 1e-6)
+    for name, value in cpu.as_dict().items():
+        assert gpu.as_dict()[name] == pytest.approx(value, rel=1e-6), name
+    y[3, 3] = math.inf
+    assert errors(y.cuda(), y64.cuda(), abs64.cuda()) == errors(y, y64, abs64)
 
 
 @pytest.mark.gpu

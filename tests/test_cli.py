@@ -39,11 +39,11 @@ def test_module_and_version() -> None:
 
 def test_help_names_every_command() -> None:
     text = invoke("--help").output
-    for name in ("demo", "doctor", "tiles", "report", "sweep", "compile"):
+    for name in ("demo", "doctor", "tiles", "report", "sweep", "compile", "tune"):
         assert name in text
         assert "--json" in invoke(name, "--help").output
     text = invoke("bench", "--help").output
-    for name in ("layers", "run"):
+    for name in ("layers", "run", "peers", "scaling"):
         assert name in text
         assert "--json" in invoke("bench", name, "--help").output
 
@@ -58,11 +58,16 @@ def test_unknown_command_is_an_error() -> None:
 def test_tiles_gate_measures_and_says_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = gate.run
     monkeypatch.setattr(gate, "run", lambda device, advance: honest(device, voxels=100, advance=advance))
-    (verdict,) = json.loads(invoke("tiles", "--gate", "--device", "cpu", "--json").stdout)
+    found = json.loads(invoke("tiles", "--gate", "--device", "cpu", "--json").stdout)
+    assert (found["kind"], found["device"], found["board"]) == ("gate", "cpu", None)
+    (verdict,) = found["verdicts"]
     assert verdict["subject"] == "cpu" and verdict["allowed"] is False
     assert [check["name"] for check in verdict["checks"]][-2:] == ["budget", "gain"]
     text = invoke("tiles", "--gate", "--device", "cpu").stdout
     assert "FAILED" in text and "refused, gain" in text and "rel-L2" in text
+    bad = gate.Verdict("t", False, (gate.Check("bound", False, "max eta 1 of 0.1"),))
+    monkeypatch.setattr(gate, "run", lambda device, advance: [bad])
+    assert "found wrong: t" in invoke("tiles", "--gate", "--device", "cpu", code=1).output
     wrong = CliRunner().invoke(app, ["tiles", "--gate", "--device", "meta"])
     assert wrong.exit_code == 2 and "cannot be used here" in wrong.output
 

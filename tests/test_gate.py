@@ -18,6 +18,7 @@ from voxmma import gate, sweep
 from voxmma.accuracy import FAMILIES, Bound, Errors, reference_conv
 from voxmma.gate import judge
 from voxmma.overflow import Certificate, certificate, fp16_operands, overflow_bound, safe_factor
+from voxmma.tiles import chunk_of, compiled, parse_accumulator
 
 CPU = torch.device("cpu")
 GOOD = Errors(1e-4, 1e-5, 1e-3, 2.0, 0, 1000)
@@ -26,6 +27,7 @@ EVIDENCE: dict[str, Any] = {
     "certificate": Certificate(1000.0, 0),
     "errors": GOOD,
     "limit": LIMIT,
+    "repeatable": True,
     "rel_l2": 1e-3,
     "gain": 1.5,
 }
@@ -54,6 +56,7 @@ def test_complete_evidence_is_admitted() -> None:
         "overflow",
         "finite",
         "bound",
+        "repeats",
         "budget",
         "gain",
     ]
@@ -74,6 +77,8 @@ def test_complete_evidence_is_admitted() -> None:
         ({"limit": None}, "bound"),
         ({"errors": Errors(1.1e-3, 0.0, 0.0, 0.0, 0, 1000)}, "bound"),
         ({"errors": Errors(math.nan, 0.0, 0.0, 0.0, 0, 1000)}, "bound"),
+        ({"repeatable": None}, "repeats"),
+        ({"repeatable": False}, "repeats"),
         ({"rel_l2": None}, "budget"),
         ({"rel_l2": 2 * gate.BUDGET}, "budget"),
         ({"rel_l2": math.nan}, "budget"),
@@ -193,46 +198,64 @@ def scene() -> voxmma.Voxels:
 
 
 def test_cpu_path_passes_all_but_the_gain(scene: voxmma.Voxels, cache: Path) -> None:
-    verdict = gate.measure(None, scene, repeats=1)
-    assert [check.passed for check in verdict.checks] == [True] * 5 + [False]
+    verdict = gate.measure(None, scene, repeats=2)
+    assert [check.passed for check in verdict.checks] == [True] * 6 + [False]
     assert verdict.reason == "gain: not measured on this device" and not cache.exists()
+    assert gate.measure(None, scene, repeats=1).reason == "repeats: not measured"
 
 
 @pytest.mark.parametrize(
     ("fault", "step"),
-    [("corrupt", "bound"), ("nan", "finite"), ("accumulator", "ran"), ("tile", "ran"), ("coarse", "bound")],
+    [
+        ("corrupt", "bound"),
+        ("nan", "finite"),
+        ("accumulator", "ran"),
+        ("tile", "ran"),
+        ("coarse", "bound"),
+        ("race", "repeats"),
+    ],
 )
 def test_planted_faults_are_caught(
     fault: str, step: str, scene: voxmma.Voxels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = sweep.execute
 
-    def execute(op: str, mode: sweep.Mode, *rest: Any) -> tuple[Tensor, voxmma.Record]:
+    def execute(op: str, mode: sweep.Mode, *rest: Any) -> Iterator[tuple[Tensor, voxmma.Record]]:
         if fault == "accumulator":
-            return honest(op, sweep.MODES["fp16 acc fp32"], *rest)
-        y, record = honest(op, mode, *rest)
-        y = y.clone()
-        if fault == "corrupt" and op == "dgrad":  # one cell of one of fourteen cases
-            y[3, 3] = -y[3, 3]
-        elif fault == "nan" and op == "dgrad":
-            y[0, 0] = math.nan
-        elif fault == "coarse":  # a store of five mantissa bits
-            y = (y.view(torch.int16) & ~0x1F).view(torch.float16)
-        elif fault == "tile":
-            record = voxmma.Record(**{**record.__dict__, "tile": "another"})
-        return y, record
+            mode = sweep.MODES["fp16 acc fp32"]
+        for count, (y, record) in enumerate(honest(op, mode, *rest)):
+            y = y.clone()
+            if fault == "corrupt" and op == "dgrad":  # one cell of one of fourteen cases
+                y[3, 3] = -y[3, 3]
+            elif fault == "nan" and op == "dgrad":
+                y[0, 0] = math.nan
+            elif fault == "coarse":  # a store of five mantissa bits
+                y = (y.view(torch.int16) & ~0x1F).view(torch.float16)
+            elif fault == "race" and op == "dgrad" and count == 1:  # the last bit of one cell, once
+                y.view(torch.int16)[5, 5] ^= 1
+            elif fault == "tile":
+                record = voxmma.Record(**{**record.__dict__, "tile": "another"})
+            yield y, record
 
     monkeypatch.setattr(sweep, "execute", execute)
-    verdict = gate.measure(None, scene, repeats=1)
+    verdict = gate.measure(None, scene, repeats=2)
     assert not verdict.allowed and verdict.checks[-1].name == step, verdict
+
+
+def test_every_fp16_tile_can_be_asked_for() -> None:
+    for tile in compiled():
+        if tile.op == "fprop" and tile.accum.startswith("fp16"):
+            asked = parse_accumulator(gate._mode(tile).accumulator)
+            assert asked == (tile.accum, chunk_of(tile.name)), tile
+    assert gate._mode(None) == sweep.MODES["fp16 acc fp16"]
 
 
 def test_table_shows_every_figure(scene: voxmma.Voxels) -> None:
     verdicts = gate.run(CPU, voxels=100)
     table = gate.render(verdicts)
-    assert table.row_count == 1 and len(table.columns) == 8
+    assert table.row_count == 1 and len(table.columns) == 9
     shown = [next(iter(column.cells)) for column in table.columns]
-    assert shown[0] == "cpu" and shown[6].startswith("FAILED") and shown[7].startswith("refused, gain")
+    assert shown[0] == "cpu" and shown[7].startswith("FAILED") and shown[8].startswith("refused, gain")
 
 
 # ---- records ---------------------------------------------------------------------------------------------

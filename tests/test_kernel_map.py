@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from voxmma.coords import COORD_MAX, COORD_MIN, CoordSet
+from voxmma.coords import COORD_MAX, COORD_MIN, CoordSet, HashIndex
 from voxmma.kernel_map import KernelMap, kernel_map
 from voxmma.voxels import Voxels
 
@@ -351,7 +351,7 @@ def test_the_same_map_on_every_run(device: torch.device) -> None:
 
 TILE, FRAGMENT, UNIQUE_MAX, PASS_OFFSETS = 256, 16, 512, 32
 MISSING = UNIQUE_MAX
-Plan = list[np.ndarray]  # order, tile_pass, passes, frag, uniq, local as in KernelMap.tensors
+Plan = list[np.ndarray]  # order, schedule, passes, frag, uniq, local as in KernelMap.tensors
 
 
 def reference_cluster(masks: list[int]) -> list[int]:
@@ -377,6 +377,14 @@ def reference_cluster(masks: list[int]) -> list[int]:
     return rows
 
 
+def reference_cost(bits: np.ndarray) -> int:
+    """Offsets used by each block of 64 rows, summed, from the (16,) fragment masks of a pass."""
+    return sum(
+        int.bit_count(int(np.bitwise_or.reduce(block)))
+        for block in bits.view(np.uint32).reshape(-1, 64 // FRAGMENT)
+    )
+
+
 def reference_plan(table: np.ndarray, out_order: np.ndarray, offsets: Sequence[Triple]) -> Plan:
     """The plan of csrc/map/plan.cu in plain Python. `table` is (K, n_out), `out_order` (n_out,)."""
     volume, n_out = table.shape
@@ -389,7 +397,7 @@ def reference_plan(table: np.ndarray, out_order: np.ndarray, offsets: Sequence[T
 
     order = np.full(tiles * TILE, -1, dtype=np.int32)
     local = np.full((tiles, volume, TILE), MISSING, dtype=np.int16)
-    tile_pass, passes, frag, uniq = [], [], [], []
+    schedule, passes, frag, uniq = [], [], [], []
     for tile in range(tiles):
         rows = out_order[tile * TILE : (tile + 1) * TILE]
         masks = [sum({1 << int(b) for b in bit[table[:, row] >= 0]}) for row in rows]
@@ -413,10 +421,12 @@ def reference_plan(table: np.ndarray, out_order: np.ndarray, offsets: Sequence[T
             passes.append((begin, k - begin, len(uniq) // 4, len(unique)))
             frag.append(bits)
             uniq += [*unique, *[list(unique)[-1]] * (-len(unique) % 4)] if unique else []
-        tile_pass.append((first_pass, len(passes) - first_pass))
+        cost = sum(reference_cost(bits) for bits in frag[first_pass:])
+        schedule.append((tile, first_pass, len(passes) - first_pass, cost))
+    balanced = sorted(schedule, key=lambda row: -row[3])  # stable; one window: the map is small
     return [
         order,
-        np.array(tile_pass, dtype=np.int32).reshape(-1, 2),
+        np.array([balanced, schedule], dtype=np.int32).reshape(2, -1, 4),
         np.array(passes, dtype=np.int32).reshape(-1, 4),
         np.array(frag, dtype=np.uint32).reshape(-1, TILE // FRAGMENT).view(np.int32),
         np.array(uniq, dtype=np.int32),
@@ -424,21 +434,34 @@ def reference_plan(table: np.ndarray, out_order: np.ndarray, offsets: Sequence[T
     ]
 
 
+def check_schedules(schedules: np.ndarray, window: int) -> None:
+    """Raises AssertionError unless both orders hold every tile and the first has each window heaviest first."""
+    balanced, in_order = schedules
+    tiles = np.arange(len(in_order))
+    assert np.array_equal(in_order[:, 0], tiles), "the second schedule is not in the order of the tiles"
+    assert np.array_equal(balanced, in_order[balanced[:, 0]]), "the schedules differ in a tile"
+    place = balanced[:, 0] // max(window, 1) * 10**6 - balanced[:, 3]  # heaviest first, then in order
+    assert np.array_equal(np.lexsort((balanced[:, 0], place)), tiles), "a window is not in its order"
+
+
 def check_plan(plan: Plan, table: np.ndarray, n_in: int) -> None:
     """Raises AssertionError unless the plan keeps every promise of kernels.h and says what `table` says."""
-    order, tile_pass, passes, frag, uniq, local = plan
+    order, schedules, passes, frag, uniq, local = plan
+    check_schedules(schedules, math.ceil(table.shape[1] / TILE))
+    schedule = schedules[1]
     volume, n_out = table.shape
     tiles = math.ceil(n_out / TILE)
-    assert order.shape == (tiles * TILE,) and local.shape == (tiles, volume, TILE) and len(tile_pass) == tiles
+    assert order.shape == (tiles * TILE,) and local.shape == (tiles, volume, TILE) and len(schedule) == tiles
     assert np.array_equal(np.sort(order[order >= 0]), np.arange(n_out)), "order is no permutation of the rows"
     assert bool((order[:n_out] >= 0).all()), "padding not at the end"
     assert bool(((uniq >= 0) & (uniq < n_in)).all()), "an entry of uniq, padding included, is no input row"
     pass_used, uniq_used = np.zeros(len(passes), dtype=int), np.zeros(len(uniq), dtype=int)
-    for tile in range(tiles):
+    for tile, first_pass, tile_passes, cost in schedule.tolist():
         rows = order[tile * TILE : (tile + 1) * TILE]
+        assert cost == sum(reference_cost(frag[p]) for p in range(first_pass, first_pass + tile_passes))
         expected = np.where(rows >= 0, table[:, rows], -1)
         k = 0
-        for p in range(tile_pass[tile, 0], tile_pass[tile, 0] + tile_pass[tile, 1]):
+        for p in range(first_pass, first_pass + tile_passes):
             pass_used[p] += 1
             begin, count, begin4, unique = passes[p].tolist()
             assert begin == k and 1 <= count <= PASS_OFFSETS, "passes do not cover the offsets in order"
@@ -459,6 +482,11 @@ def check_plan(plan: Plan, table: np.ndarray, n_in: int) -> None:
     assert bool((pass_used == 1).all()) and bool((uniq_used == 1).all()), (
         "passes or lists overlap or are lost"
     )
+
+
+def plan_of(made: KernelMap) -> Plan:
+    """The plan of a map on a GPU, without unused room."""
+    return [tensor.cpu().numpy() for tensor in made._direction().settled()]
 
 
 def plan_case(name: str) -> tuple[torch.Tensor, int | Triple]:
@@ -486,7 +514,7 @@ def test_the_reference_plan_keeps_the_promises(name: str) -> None:
     table = made.neighbor_table().numpy()
     plan = reference_plan(table, np.arange(len(coords)), made.offsets)
     check_plan(plan, table, len(coords))
-    assert name != "dense" or bool((plan[1][:, 1] > 1).any())
+    assert name != "dense" or bool((plan[1][0][:, 2] > 1).any())
 
 
 def test_the_plan_check_sees_every_kind_of_damage() -> None:
@@ -497,7 +525,12 @@ def test_the_plan_check_sees_every_kind_of_damage() -> None:
     filled = np.argwhere(plan[5] < MISSING)[0]
     damages = [
         (0, (0,), plan[0][1]),
-        (1, (0, 1), 0),
+        (1, (1, 0, 0), 1),
+        (1, (0, 0, 0), plan[1][0, 1, 0]),
+        (1, (slice(None), 0, 1), plan[1][1, 1, 1]),
+        (1, (1, 0, 2), 0),
+        (1, (1, 0, 3), plan[1][1, 0, 3] + 1),
+        (1, (0, slice(0, 2)), plan[1][0, 1::-1]),
         (2, (0, 1), 5),
         (2, (0, 3), plan[2][0, 3] - 1),
         (3, (0, 0), plan[3][0, 0] ^ 1),
@@ -519,12 +552,13 @@ def test_gpu_plan_is_the_reference_plan(name: str) -> None:
     coords, size = plan_case(name)
     made = kernel_map(CoordSet(coords.cuda()), size)
     table = kernel_map(CoordSet(coords), size).neighbor_table().numpy()
-    plan = [tensor.cpu().numpy() for tensor in made.tensors]
+    plan = plan_of(made)
     check_plan(plan, table, len(coords))
     expected = reference_plan(table, made.in_coords.hash_index().order.cpu().numpy(), made.offsets)
     assert np.array_equal(plan[0], expected[0]) and np.array_equal(plan[5], expected[5])
-    for (first, count), (first_expected, count_expected) in zip(plan[1], expected[1], strict=True):
-        assert count == count_expected  # the arena places passes freely: compare them tile by tile
+    assert np.array_equal(plan[1][:, :, [0, 2, 3]], expected[1][:, :, [0, 2, 3]])
+    for (_, first, count, _), (_, first_expected, _, _) in zip(plan[1][0], expected[1][0], strict=True):
+        # the arena places passes freely: compare them tile by tile
         mine, theirs = slice(first, first + count), slice(first_expected, first_expected + count)
         assert np.array_equal(plan[2][mine][:, [0, 1, 3]], expected[2][theirs][:, [0, 1, 3]])
         assert np.array_equal(plan[3][mine], expected[3][theirs])
@@ -539,10 +573,63 @@ def test_gpu_plan_of_the_opposite_and_of_strided_maps() -> None:
     for size in (2, 3):
         made = kernel_map(inputs, size, stride=2, out_coords=outputs)
         forward = brute_table(fine, coarse, made.offsets, mul=(2, 2, 2)).numpy()
-        check_plan([t.cpu().numpy() for t in made.tensors], forward, len(fine))
+        check_plan(plan_of(made), forward, len(fine))
         back = made.transposed()
         backward = brute_table(coarse, fine, back.offsets, div=(2, 2, 2)).numpy()
-        check_plan([t.cpu().numpy() for t in back.tensors], backward, len(coarse))
+        check_plan(plan_of(back), backward, len(coarse))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("size", "stride", "dilation"),
+    [(2, 2, 1), (3, 2, 1), (3, 2, 2), (3, 3, 2), ((5, 1, 2), (2, 1, 4), 1), (9, 4, 1)],
+)
+@pytest.mark.parametrize("spread", [12, 400, 100_000])  # neighbours everywhere, here and there, hardly any
+def test_gpu_plans_of_strided_maps(size: Any, stride: Any, dilation: int, spread: int) -> None:
+    coords = torch.unique(torch.randint(-spread, spread, (3000, 3)), dim=0).int()
+    coords = torch.cat([torch.randint(0, 3, (len(coords), 1)).int(), coords], 1)[torch.randperm(len(coords))]
+    on_cpu, on_gpu = CoordSet(coords, 3), CoordSet(coords.cuda(), 3)
+    cpu = kernel_map(on_cpu, size, dilation, stride=stride)
+    gpu = kernel_map(on_gpu, size, dilation, stride=stride)
+    assert torch.equal(gpu.out_coords.coords.cpu(), cpu.out_coords.coords)
+    for mine, theirs in ((gpu, cpu), (gpu.transposed(), cpu.transposed())):
+        assert torch.equal(
+            mine.neighbor_table().cpu(), theirs.neighbor_table()
+        )  # from tensors with unused room
+        room = [len(tensor) for tensor in mine.tensors]
+        check_plan(plan_of(mine), theirs.neighbor_table().numpy(), mine.in_coords.num)
+        assert all(used <= had for used, had in zip(map(len, mine.tensors), room, strict=True))
+        assert mine.num_pairs == theirs.num_pairs
+        assert torch.equal(pickle.loads(pickle.dumps(mine)).neighbor_table(), mine.neighbor_table())
+
+
+def check_index(coords: torch.Tensor, index: HashIndex) -> None:
+    """Raises AssertionError unless the order keeps each brick's rows together and the table says where."""
+    order, table = index.order.cpu(), index.bricks.cpu()
+    assert torch.equal(order.sort().values, torch.arange(len(coords), dtype=torch.int32))
+    bricks: dict[tuple[int, ...], tuple[int, int]] = {}
+    for rank, (b, x, y, z) in enumerate(coords[order.long()].tolist()):
+        brick = b, x >> 1, y >> 1, z >> 1
+        first, mask = bricks.get(brick, (rank, 0))
+        bit = 1 << ((x & 1) * 4 + (y & 1) * 2 + (z & 1))
+        assert mask < bit and rank == first + mask.bit_count()  # neighbours in the order, cells ascending
+        bricks[brick] = first, mask | bit
+    assert sorted(map(tuple, table[table[:, 1] != -1][:, 2:].tolist())) == sorted(bricks.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spread", [5, 300, 2000, 131_072])  # 22 to 64 bits of sort key
+def test_gpu_order_and_bricks_are_those_of_the_rows(spread: int) -> None:
+    coords = torch.unique(torch.randint(-spread, spread, (20_000, 3)), dim=0).int()
+    coords = torch.cat([torch.randint(0, 1023, (len(coords), 1)).int(), coords], 1)
+    coords = coords[torch.randperm(len(coords))]
+    checked = CoordSet(coords.cuda())
+    check_index(coords, checked.hash_index())
+    assert checked.bounds == (*coords.amin(0).tolist(), *coords.amax(0).tolist())
+    check_index(coords, CoordSet.trusted(coords.cuda(), 1023).hash_index())  # nothing known but the range
+    check_index(coords, CoordSet(coords).to("cuda").hash_index())
+    made = kernel_map(checked, 3, stride=2).out_coords
+    check_index(made.coords.cpu(), made.hash_index())
 
 
 @pytest.mark.gpu
@@ -551,6 +638,10 @@ def test_gpu_and_cpu_maps_agree_on_a_large_scene() -> None:
     cpu, gpu = kernel_map(CoordSet(coords), 3), kernel_map(CoordSet(coords.cuda()), 3)
     assert torch.equal(cpu.neighbor_table(), gpu.neighbor_table().cpu())
     assert gpu.mma_efficiency(16) > 0.5  # the rows were sorted by their neighbours: dataflow.md
+    schedules = gpu.tensors[1].cpu().numpy()
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    assert schedules.shape[1] > 4 * multiprocessors, "a map of several windows is wanted here"
+    check_schedules(schedules, 2 * multiprocessors)
 
 
 def test_the_build_is_not_called_twice(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

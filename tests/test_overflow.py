@@ -45,7 +45,7 @@ def test_bf16_reaches_fp16_accumulators(device: torch.device, scale: float, accu
     record = voxmma.explain(out)
     assert (record.accumulator, record.chunk) == parse_accumulator(accumulator) and record.rescaled
     assert record.compute_dtype == record.out_dtype == torch.bfloat16 and "powers of two" in record.reason
-    assert "(rescaled)" in str(record)
+    assert "(rescaled)" in str(record) and "loses bits" in record.reason  # nobody needs a guard to read that
     dy = normal(200, 16, device=device).bfloat16()
     dx, dw = torch.autograd.grad(out.feats, (x, w), dy)
     assert dw.dtype == torch.float32 and dx.dtype == torch.bfloat16
@@ -315,3 +315,42 @@ def test_rescale_and_guard_in_a_cuda_graph() -> None:
             torch.testing.assert_close(y, conv(x.with_feats(static)).feats, rtol=0, atol=0, equal_nan=True)
             read = guard.read()["fprop"]
             assert read["launches"] == 1 and (read["nonfinite"] > 0) == (scale == math.inf)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulator", ["fp32", *KINDS])
+def test_a_captured_training_step_is_rescaled_and_guarded(accumulator: str) -> None:
+    """Replays with gradients of 1, of a GradScaler (3e5) and infinite ones: as an eager step, bit by bit."""
+    device = torch.device("cuda", 0)
+    conv = SparseConv3d(32, 16, 3, accumulator=accumulator, bias=False).to(device)
+    x = voxmma.Voxels(random_coords(500, 10).to(device), normal(500, 32, device=device).half())
+    feats, dy = x.feats.clone().requires_grad_(), torch.zeros(500, 16, device=device)
+    guard = voxmma.OverflowGuard(device)
+
+    def step() -> tuple[Tensor, ...]:
+        y = spatially_sparse_conv(
+            x.with_feats(feats), conv.weight, 3, accumulator=accumulator, out_dtype=torch.float32
+        ).feats
+        return torch.autograd.grad(y, (feats, conv.weight), dy)
+
+    with voxmma.settings.override(fp16_rescale=True):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), guard:
+            captured = step()
+        sign = normal(500, 16, device=device).sign()
+        for scale in (1.0, 3e5, math.inf):
+            guard.reset()
+            dy.copy_(sign * scale)
+            graph.replay()
+            torch.cuda.synchronize()
+            read = guard.read()
+            for got, wanted in zip(captured, step(), strict=True):
+                torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+            assert [read[op]["launches"] for op in ("fprop", "dgrad", "wgrad")] == [1, 1, 1]
+            assert (read["wgrad"]["nonfinite"] > 0) == (scale == math.inf)
+            assert bool(captured[1].isfinite().all()) == (scale != math.inf)

@@ -619,6 +619,68 @@ def test_torch_compile_with_a_policy_backend(case: Callable[..., Any], name: str
         )  # shared casts add up in another order
 
 
+MIXED = PrecisionPolicy.auto_mixed
+SPARSE_POLICIES = {
+    **NAMED,
+    "fp16 sums": MIXED.with_compute(ComputeSpec(Precision.F16, Precision.F16)),
+    "promoted": MIXED.with_compute(ComputeSpec(Precision.F16, Precision.F16, chunk="offset")),
+    "bf16, fp16 sums": MIXED.with_compute(ComputeSpec(Precision.BF16, Precision.F16, rescale=True)),
+    "fp16, f32 results": MIXED.with_compute(ComputeSpec(Precision.F16, output=Precision.F32)),
+    "tf32": PrecisionPolicy.custom({"Compute": "tf32"}),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE_POLICIES)
+def test_sparse_layers_in_a_graph_compute_as_the_module_does(name: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    model, policy = Sparse().to(device), SPARSE_POLICIES[name]
+    x = voxmma.Voxels(random_coords(300, 9), torch.randn(300, 8)).to(device)
+    model(x)  # makes the map, which is no matter of the graph
+    direct = copy.deepcopy(model)
+    with apply_policy(direct, policy):
+        expected = direct(x).feats
+    backend = policy_graph.policy_backend(policy, "aot_eager")
+    out = torch.compile(model, backend=backend, fullgraph=True)(x).feats
+    assert torch.equal(out, expected)
+    assert backend.reports[0].kinds["Compute"] == 2
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    for p, q in zip(model.parameters(), direct.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-3 * float(q.grad.abs().max()))
+
+
+def test_sparse_layers_in_a_graph_take_the_accumulator_and_tiles_of_the_policy() -> None:
+    ops = torch.ops.voxmma
+    x, weight = torch.randn(5, 32), torch.randn(1, 32, 32)
+    rows = torch.arange(5)
+    maps = [rows, rows, torch.tensor([0, 5])]
+
+    def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return ops.conv(x, weight, None, maps, [], 5, True, False, "fp32", "cpu", "cpu", "cpu")
+
+    found = {}
+    for name, policy in SPARSE_POLICIES.items():
+        new, report = policy_graph.rewrite(fx.symbolic_trace(layer), policy, (x, weight))
+        (node,) = (n for n in new.graph.nodes if n.op == "call_function" and "voxmma" in str(n.target))
+        found[name] = (node.target, *node.args[8:10], node.args[12], node.all_input_nodes[0].meta["val"].dtype)
+        assert new(x, weight).dtype == F32
+    conv, scaled = ops.conv.default, ops.conv_rescaled.default
+    assert found == {
+        "always_f32": (conv, "fp32", "cpu", F32, F32),
+        **dict.fromkeys(list(NAMED)[1:4], (conv, "fp32", "cpu", F16, F16)),
+        "auto_mixed_bf16": (conv, "fp32", "cpu", BF16, BF16),
+        "fp16 sums": (conv, "fp16", "cpu", F16, F16),
+        "promoted": (conv, "fp16_promoted", "cpu_poff", F16, F16),
+        "bf16, fp16 sums": (scaled, "fp16", "cpu", BF16, BF16),
+        "fp16, f32 results": (conv, "fp32", "cpu", F32, F16),
+        "tf32": (conv, "fp32", "cpu_tf32", F32, F32),
+    }
+    two = MIXED.with_compute(ComputeSpec(Precision.F16, Precision.F16), dgrad=ComputeSpec(Precision.F16))
+    with pytest.raises(PolicyError, match="one accumulator"):
+        policy_graph.rewrite(fx.symbolic_trace(layer), two, (x, weight))
+
+
 def test_the_backend_wraps_others_and_dynamic_shapes() -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))

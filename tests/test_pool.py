@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.library import opcheck
 from torch.nn import functional as dense
 
 import voxmma
@@ -297,3 +298,382 @@ def test_results_repeat_bit_by_bit(device: torch.device) -> None:
         return [*made, *(torch.autograd.grad(y.square().sum(), feats)[0] for y in made)]
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+# ---- unpooling onto the winners ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_max_unpool_is_that_of_dense_grids(device: torch.device, dtype: torch.dtype) -> None:
+    coords = grid_coords((6, 4, 8), 2)
+    feats = torch.stack([torch.randperm(len(coords)) for _ in range(5)], 1).to(device, dtype)
+    x = Voxels(coords.to(device), feats)
+    y, indices = nn.SparseMaxPool3d(2, return_indices=True)(x)
+    assert torch.equal(y.feats, F.max_pool(x, 2).feats)
+    assert torch.equal(x.feats.gather(0, indices.rows()), y.feats)
+    grid = x.cpu().dense().float()
+    pooled, places = dense.max_pool3d(grid, 2, return_indices=True)
+    back = nn.MaxUnpool()(y, indices)
+    assert back.coord_set is x.coord_set and back.stride == x.stride and back.dtype == dtype
+    if (
+        dtype != torch.bfloat16
+    ):  # in which not all of the numbers differ: ties may go elsewhere in a dense grid
+        assert torch.equal(back.cpu().dense().float(), dense.max_unpool3d(pooled, places, 2))
+
+
+def test_max_unpool_adds_where_windows_overlap(device: torch.device) -> None:
+    coords = random_coords(80, 6, 2)
+    feats = torch.randint(-9, 10, (80, 3), dtype=torch.float64).to(device)
+    x = Voxels(coords.to(device), feats)
+    for pool, kernel, stride in ((F.max_pool_with_indices, 3, 1), (F.min_pool_with_indices, 3, 2)):
+        y, indices = pool(x, kernel, stride)
+        values = torch.randn(y.feats.shape, dtype=torch.float64).to(device).requires_grad_()
+        back = F.max_unpool(y.with_feats(values), indices)
+        rows = indices.rows()
+        assert torch.equal(feats.gather(0, rows), y.feats)
+        want = torch.zeros_like(feats).scatter_add_(0, rows, values.detach())
+        torch.testing.assert_close(back.feats.detach(), want)
+        g = torch.randn_like(feats)
+        (dv,) = torch.autograd.grad(back.feats, values, g)
+        assert torch.equal(dv, g.gather(0, rows))
+        assert torch.autograd.gradcheck(
+            lambda v, y=y, i=indices: F.max_unpool(y.with_feats(v), i).feats, (values,), fast_mode=True
+        )
+
+
+def test_max_unpool_of_windows_without_voxels(device: torch.device) -> None:
+    x = Voxels(torch.tensor([[0, 0, 0, 0]], device=device), torch.full((1, 2), -3.0, device=device))
+    target = torch.tensor([[0, 50, 0, 0], [0, 0, 0, 0]], device=device)
+    y, indices = F.max_pool_with_indices(x, 2, coords=target)
+    assert indices.rows().tolist() == [[-1, -1], [0, 0]]
+    back = F.max_unpool(y.with_feats(torch.ones_like(y.feats)), indices)
+    assert back.feats.tolist() == [[1, 1]]
+
+
+def test_max_unpool_says_what_is_wrong(device: torch.device) -> None:
+    x = Voxels(random_coords(40, 5, 2).to(device), torch.randn(40, 3, device=device))
+    y, indices = F.max_pool_with_indices(x, 2)
+    assert "3 channels" in repr(indices)
+    with pytest.raises(TypeError, match="Voxels"):
+        F.max_unpool(y.feats, indices)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="indices must be PoolIndices, got Tensor"):
+        F.max_unpool(y, indices.winner)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="other coordinates"):
+        F.max_unpool(x, indices)
+    with pytest.raises(ValueError, match="x has 1 channels, the indices are of 3"):
+        F.max_unpool(y.with_feats(y.feats[:, :1]), indices)
+
+
+# ---- 2-D ---------------------------------------------------------------------------------------------------
+
+
+def test_planar_layers(device: torch.device) -> None:
+    layers: dict[str, tuple[Any, Any]] = {
+        "max": (nn.SparseMaxPool2d, nn.SparseMaxPool3d),
+        "min": (nn.SparseMinPool2d, nn.SparseMinPool3d),
+        "sum": (nn.SparseSumPool2d, nn.SparseSumPool3d),
+        "avg": (nn.SparseAvgPool2d, nn.SparseAvgPool3d),
+    }
+    x = Voxels(random_coords(90, 6, 2).to(device), torch.randn(90, 4).to(device))
+    for flat, solid in layers.values():
+        for plain, full in (
+            ((2,), ((2, 2, 1),)),
+            (((3, 2), 1), ((3, 2, 1), 1)),
+            ((3, (2, 1), 1, 0), ((3, 3, 1), (2, 1, 1), 1, 0)),
+            ((3, 2, 2, (1, 2)), ((3, 3, 1), (2, 2, 1), (2, 2, 1), (1, 2, 0))),
+        ):
+            y, z = flat(*plain)(x), solid(*full)(x)
+            assert torch.equal(y.feats, z.feats) and y.coord_set is z.coord_set and y.stride == z.stride
+            assert repr(flat(*plain)).split("(", 1)[1] == repr(solid(*full)).split("(", 1)[1]
+        with pytest.raises(TypeError, match="kernel_size must be an int or two"):
+            flat((2, 2, 2))
+    coords = grid_coords((6, 6, 1))
+    grid = Voxels(coords.to(device), torch.randn(36, 3, dtype=torch.float64).to(device))
+    image = grid.cpu().dense()[..., 0]
+    got = nn.SparseMaxPool2d(2)(grid).cpu().dense()[..., 0]
+    pooled, places = dense.max_pool2d(image, 2, return_indices=True)
+    assert torch.equal(got, pooled)
+    y, indices = nn.SparseMaxPool2d(2, return_indices=True)(grid)
+    back = nn.MaxUnpool()(y, indices).cpu().dense()[..., 0]
+    assert torch.equal(back, dense.max_unpool2d(pooled, places, 2))
+
+
+# ---- the ops -----------------------------------------------------------------------------------------------
+
+
+class Window:
+    """A map and the arguments that the ops take for it."""
+
+    def __init__(self, device: torch.device, kernel: int, stride: int, n: int = 60, extent: int = 6) -> None:
+        coords = voxmma.CoordSet(random_coords(n, extent, 2, seed=4).to(device), 2)
+        self.map = voxmma.kernel_map(coords, kernel, stride=stride)
+        self.maps = self.map.tensors, [] if self.map.symmetric else self.map.transposed().tensors
+        self.n_in, self.n_out, self.volume = coords.num, self.map.out_coords.num, self.map.kernel_volume
+        self.facts = self.volume, self.n_out, self.map.symmetric
+
+    def sum(self, x: Tensor, in_count: Tensor | None = None, out_count: Tensor | None = None) -> Tensor:
+        return torch.ops.voxmma.pool_sum(x, in_count, out_count, *self.maps, *self.facts, False)
+
+    def max(self, x: Tensor, keep: bool = True) -> tuple[Tensor, Tensor]:
+        return torch.ops.voxmma.pool_max(x, *self.maps, *self.facts, True, keep)
+
+    def pick(self, x: Tensor, winner: Tensor) -> Tensor:
+        return torch.ops.voxmma.pool_pick(x, winner, *self.maps, self.volume, self.map.symmetric)
+
+    def put(self, x: Tensor, winner: Tensor) -> Tensor:
+        return torch.ops.voxmma.pool_put(x, winner, *self.maps, self.volume, self.n_in, self.map.symmetric)
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [(2, 2), (3, 1)])
+def test_opcheck(device: torch.device, kernel: int, stride: int) -> None:
+    over = Window(device, kernel, stride)
+    ops, maps, (volume, n_out, symmetric) = torch.ops.voxmma, over.maps, over.facts
+    x = torch.randn(over.n_in, 3, device=device, requires_grad=True)
+    dy = torch.randn(over.n_out, 3, device=device, requires_grad=True)
+    count, back = over.map.counts, over.map.transposed().counts
+    for counts in ((None, None), (None, count), (back, count)):
+        opcheck(ops.pool_sum, (x, *counts, *maps, *over.facts, False))
+    winner = over.max(x.detach())[1]
+    for largest, keep in ((True, True), (False, True)):
+        opcheck(ops.pool_max, (x, *maps, *over.facts, largest, keep))
+    opcheck(ops.pool_max, (x.detach(), *maps, *over.facts, True, False))
+    opcheck(ops.pool_pick, (x, winner, *maps, volume, symmetric))
+    opcheck(ops.pool_put, (dy, winner, *maps, volume, over.n_in, symmetric))
+    opcheck(ops.neighbor_counts, (maps[0], volume, n_out))
+    rows, starts = torch.arange(over.n_in, device=device), torch.tensor([0, 7, 7], device=device)
+    opcheck(ops.segment_sum, (x.detach(), rows, starts))
+    opcheck(ops.segment_argmax, (x.detach(), None, rows, starts))
+    best = ops.segment_argmax(x.detach(), None, rows, starts)
+    assert best[1].tolist() == [-1, -1, -1]
+    opcheck(ops.segment_argmax, (x.detach(), best, torch.arange(3, device=device), starts[:1]))
+
+
+def test_pick_and_put_are_transposes_of_each_other(device: torch.device) -> None:
+    for kernel, stride in ((2, 2), (3, 1), (3, 2)):
+        over = Window(device, kernel, stride)
+        x, dy = (torch.randn(n, 2, dtype=torch.float64, device=device) for n in (over.n_in, over.n_out))
+        y, winner = over.max(x)
+        assert torch.equal(over.pick(x, winner), y)
+        torch.testing.assert_close((over.pick(x, winner) * dy).sum(), (x * over.put(dy, winner)).sum())
+        for run in (over.pick, lambda v, w, put=over.put: put(v, w)):
+            values = (x if run == over.pick else dy).clone().requires_grad_()
+            function = lambda v, run=run, w=winner: run(v, w)  # noqa: E731
+            assert torch.autograd.gradcheck(function, (values,), fast_mode=True)
+            assert torch.autograd.gradgradcheck(function, (values,), fast_mode=True)
+
+
+def test_winners_take_one_byte_where_that_is_enough(device: torch.device) -> None:
+    x = torch.randn(30, 2, device=device)
+    for kernel, dtype in ((6, torch.uint8), (7, torch.int16)):
+        over = Window(device, kernel, 2, n=30)
+        y, winner = over.max(x)
+        assert winner.dtype == dtype and int(winner.max()) < over.volume
+        assert torch.equal(over.pick(x, winner), y)
+    assert over.max(x, keep=False)[1].shape == (0, 2)
+
+
+def test_counts_are_those_of_the_table(device: torch.device) -> None:
+    for kernel, stride in ((2, 2), (3, 1), (3, 2), (7, 1)):
+        made = Window(device, kernel, stride).map
+        for way in (made, made.transposed()):
+            assert torch.equal(way.counts, (way.neighbor_table() >= 0).sum(0).int())
+            assert way.counts is way.counts
+
+
+BAD: list[tuple[str, Callable[[Window, Tensor], Any]]] = [
+    ("x must have 2 dimensions", lambda w, x: w.sum(x[0])),
+    ("x has dtype Int", lambda w, x: w.sum(x.int())),
+    ("in_count must be contiguous Int", lambda w, x: w.sum(x, w.map.counts)),
+    ("out_count must be contiguous Int", lambda w, x: w.sum(x, None, w.map.counts.long())),
+    ("winner must be contiguous Byte", lambda w, x: w.pick(x, w.max(x)[1][:, :2])),
+    ("winner must be contiguous Byte", lambda w, x: w.put(x, w.max(x)[1])),
+    ("winner must be contiguous Byte", lambda w, x: w.pick(x, w.max(x)[1].short())),
+    (
+        "map_t is empty, but pool_put",
+        lambda w, x: torch.ops.voxmma.pool_put(
+            w.max(x)[0], w.max(x)[1], w.maps[0], [], w.volume, w.n_in, False
+        ),
+    ),
+    (
+        "map must hold",
+        lambda w, x: torch.ops.voxmma.pool_sum(x, None, None, w.maps[0][:2], [], *w.facts, False),
+    ),
+    (
+        "keep_winner=True",
+        lambda w, x: torch.autograd.grad(w.max(x.requires_grad_(), False)[0].sum(), x),
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "call"), BAD, ids=[f"{i}-{m[:20]}" for i, (m, _) in enumerate(BAD)])
+def test_bad_argument_is_named(device: torch.device, message: str, call: Any) -> None:
+    over = Window(device, 2, 2)
+    x = torch.randn(over.n_in, 3, device=device)
+    with pytest.raises(RuntimeError, match=message):
+        call(over, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_any_strides(device: torch.device, dtype: torch.dtype) -> None:
+    """Rows that are neither aligned nor contiguous, between NaNs; columns; expanded and strided gradients."""
+    for channels in (1, 3, 8, 24):
+        for kernel, stride in ((2, 2), (3, 1)):
+            over = Window(device, kernel, stride)
+            x = torch.randn(over.n_in, channels).to(device, dtype)
+            wide = torch.full((over.n_in, channels + 9), math.nan, dtype=dtype, device=device)
+            wide[:, 1 : 1 + channels] = x
+            for like in (wide[:, 1 : 1 + channels], x.t().contiguous().t()):
+                assert torch.equal(over.sum(like), over.sum(x))
+                for got, want in zip(over.max(like), over.max(x), strict=True):
+                    assert torch.equal(got, want)
+            x.requires_grad_()
+            for make in (
+                lambda y: torch.ones((), device=device, dtype=dtype).expand_as(y),
+                lambda y: torch.randn(y.shape[::-1], device=device).to(dtype).t(),
+                lambda y: torch.randn(y.shape[1], device=device).to(dtype).expand_as(y),
+            ):
+                for run in (over.sum, lambda v, over=over: over.max(v)[0]):
+                    y = run(x)
+                    dy = make(y)
+                    got = torch.autograd.grad(y, x, dy, retain_graph=True)[0]
+                    assert torch.equal(got, torch.autograd.grad(y, x, dy.contiguous())[0])
+
+
+@pytest.mark.parametrize("kind", LOCAL)
+def test_compile_has_no_graph_break(device: torch.device, kind: str) -> None:
+    coords = voxmma.CoordSet(random_coords(50, 5, 2).to(device), 2)
+    feats = torch.randn(50, 4, device=device, requires_grad=True)
+    given = voxmma.kernel_map(coords, 2, stride=2)
+
+    def network(f: Tensor) -> Tensor:
+        low = LOCAL[kind](Voxels(coords, f.sin()), 2, kernel_map=given)
+        same = LOCAL[kind](Voxels(coords, f), 3, 1)
+        return F.unpool(low, 2, coords=coords).feats.cos() + same.feats
+
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (network, compiled):
+        y = function(feats)
+        results.append((y, *torch.autograd.grad(y.square().sum(), feats)))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_autocast_changes_nothing(device: torch.device) -> None:
+    x = Voxels(random_coords(50, 5).to(device), torch.randn(50, 4, device=device))
+    for pool in (*LOCAL.values(),):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            y = pool(x, 2)
+        assert y.dtype == torch.float32 and torch.equal(y.feats, pool(x, 2).feats)
+
+
+def test_deterministic_mode(device: torch.device) -> None:
+    """Nothing refuses it; and it fills fresh memory with NaN, which must be overwritten."""
+    coords = voxmma.CoordSet(random_coords(700, 9, 2).to(device), 3)
+    feats = torch.randn(700, 8).to(device).requires_grad_()
+
+    def run() -> list[Tensor]:
+        x = Voxels(coords, feats)
+        made = [pool(x, 3, 2).feats for pool in LOCAL.values()] + [pool(x) for pool in GLOBAL.values()]
+        return [*made, *(torch.autograd.grad(y.square().sum(), feats)[0] for y in made)]
+
+    plain = run()
+    torch.use_deterministic_algorithms(True)
+    try:
+        strict = run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(plain, strict, strict=True))
+
+
+# ---- CUDA only ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kernel", "stride"), [(2, 2), (3, 2), (3, 1), (5, 2), (7, 3)])
+def test_cpu_and_gpu_agree_bit_by_bit(dtype: torch.dtype, kernel: int, stride: int) -> None:
+    coords = random_coords(4000, 22, 2)
+    for channels in (1, 4, 20, 64, 264):
+        feats = torch.randn(4000, channels).to(dtype)
+        feats[torch.rand(feats.shape) < 0.02] = math.nan
+        feats[torch.rand(feats.shape) < 0.02] = 0.0
+        feats[torch.rand(feats.shape) < 0.02] = -0.0
+        seen = []
+        for place in ("cpu", "cuda"):
+            f = feats.to(place).requires_grad_()
+            x = Voxels(coords.to(place), f)
+            generator = torch.Generator().manual_seed(1)
+            for pool in LOCAL.values():
+                y = pool(x, kernel, stride)
+                dy = torch.randn(y.feats.shape, generator=generator).to(dtype)
+                (dx,) = torch.autograd.grad(y.feats, f, dy.to(place))
+                seen.append((y.feats.detach().cpu(), dx.cpu()))
+            y, indices = F.max_pool_with_indices(x, kernel, stride)
+            seen.append((indices.rows().cpu(), F.max_unpool(y, indices).feats.detach().cpu()))
+            for whole in GLOBAL.values():
+                y = whole(x)
+                (dx,) = torch.autograd.grad(y, f, torch.ones_like(y))
+                seen.append((y.detach().cpu() if whole is F.global_max_pool else dx.cpu(), dx.cpu()))
+        half = len(seen) // 2
+        for ours, theirs in zip(seen[:half], seen[half:], strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_no_host_synchronisation() -> None:
+    coords = voxmma.CoordSet(random_coords(5000, 25, 2).cuda(), 2)
+    feats = torch.randn(5000, 32, device="cuda", requires_grad=True)
+
+    def run() -> None:
+        x = Voxels(coords, feats)
+        low, indices = F.max_pool_with_indices(x, 2)
+        made = [pool(x, 3, 2).feats for pool in LOCAL.values()]
+        made += [pool(x) for pool in GLOBAL.values()]
+        made += [F.unpool(low, 2).feats, F.max_unpool(low, indices).feats]
+        torch.autograd.grad([y.sum() for y in made], feats)
+
+    run()  # makes the maps
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_runs_in_a_graph_and_on_the_current_stream() -> None:
+    coords = voxmma.CoordSet(random_coords(3000, 20).cuda(), 1)
+    feats = torch.randn(3000, 20).half().cuda()
+    run = lambda f: [pool(Voxels(coords, f), 3, 2).feats for pool in LOCAL.values()]  # noqa: E731
+    expected = run(feats)
+    torch.cuda.synchronize()
+    stream, late = torch.cuda.Stream(), torch.zeros_like(feats)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # on another stream the pools would see zeros
+        late.copy_(feats)
+        made = run(late)
+    stream.synchronize()
+    assert all(map(torch.equal, made, expected))
+    static, graph = torch.zeros_like(feats), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = run(static)
+    static.copy_(feats)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, made, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements() -> None:
+    coords = voxmma.CoordSet(grid_coords((64, 64, 64)).cuda(), 1)
+    feats = torch.empty(64**3, 8200, dtype=torch.float16, device="cuda").normal_()
+    assert feats.numel() > 1 << 31
+    last = feats[:, -8:].clone()
+    for pool in (F.max_pool, F.avg_pool):
+        wide, narrow = (pool(Voxels(coords, f), 3, 1).feats for f in (feats, last))
+        assert torch.equal(wide[:, -8:], narrow)
+    for whole in (F.global_max_pool, F.global_sum_pool):
+        assert torch.equal(whole(Voxels(coords, feats))[:, -8:], whole(Voxels(coords, last)))

@@ -216,29 +216,38 @@ def test_tf32_shows_its_rounding() -> None:
 
 
 @pytest.mark.gpu
-def test_3xtf32_is_as_exact_as_plain_fmas() -> None:
-    names = {tile.scheme: tile.name for tile in compiled() if tile.op == "fprop" and tile.n == 64}
-    if "3xtf32" not in names:
+@pytest.mark.parametrize("family", sorted(accuracy.FAMILIES))
+def test_3xtf32_is_as_exact_as_plain_fmas(family: str) -> None:
+    """Forward and both gradients: rel-L2 no larger than that of plain FMAs, on every input family."""
+    split = {tile.op: tile.name for tile in compiled() if tile.scheme == "3xtf32"}
+    if not split:
         pytest.skip("this build has no 3xTF32 tile")
     device = torch.device("cuda", 0)
     voxels = scene(device)
     pairs = voxmma.kernel_map(voxels.coord_set, 3).pairs()
-    for family in accuracy.FAMILIES:
-        x, w, _ = draw(family, torch.float32, voxels.num_voxels, 64, 64, device)
-        y64, abs64 = accuracy.reference_conv(x, w, pairs, len(x))
-        found = {}
-        for name in (names["3xtf32"], "simt_f32"):
-            with voxmma.settings.override(fwd_algo_mode=name):
-                out = spatially_sparse_conv(voxels.with_feats(x), w, 3)
-            assert voxmma.explain(out).tile == name
-            found[name] = accuracy.errors(out.feats, y64, abs64)
-            worst = float((out.feats.double() - y64).abs().max())
-            if family == "subnormal" and name == names["3xtf32"]:
-                assert worst <= subnormal_loss(name, 27 * 64, x, w), (worst, found)
-        tensor, plain = found.values()
-        if family == "subnormal":  # there TF32's missing bits show, within the bound above
-            continue
-        assert tensor.nonfinite == 0 and tensor.rel_l2 <= 1.05 * plain.rel_l2 + 1e-12, (family, found)
+    x, w, dy = draw(family, torch.float32, voxels.num_voxels, 64, 64, device)
+    references = {
+        "fwd": (accuracy.reference_conv(x, w, pairs, len(x)), 27 * 64),
+        "dgrad": (accuracy.reference_dgrad(dy, w, pairs, len(x)), 27 * 64),
+        "wgrad": (accuracy.reference_wgrad(x, dy, pairs), max(len(rows) for rows, _ in pairs)),
+    }
+    found: dict[str, list[accuracy.Errors]] = {op: [] for op in references}
+    for names in (split, {"fprop": "simt_f32", "wgrad": "simt_f32_wgrad"}):
+        modes = {f"{op}_algo_mode": names["wgrad" if op == "wgrad" else "fprop"] for op in references}
+        with voxmma.settings.override(**modes):
+            xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
+            out = spatially_sparse_conv(voxels.with_feats(xs), ws, 3)
+            results = (out.feats.detach(), *torch.autograd.grad(out.feats, (xs, ws), dy))
+        record = voxmma.explain(out)
+        assert [record.tile, record.dgrad_tile, record.wgrad_tile] == list(modes.values())
+        for (op, ((y64, abs64), length)), got in zip(references.items(), results, strict=True):
+            found[op].append(accuracy.errors(got, y64, abs64))
+            worst = float((got.double() - y64).abs().max())
+            if family == "subnormal" and names is split:
+                assert worst <= subnormal_loss(names["fprop"], length, x, w, dy), (op, worst)
+    for op, (tensor, plain) in found.items():
+        if family != "subnormal":  # there TF32's missing bits show, within the bound above
+            assert tensor.nonfinite == 0 and tensor.rel_l2 <= 1.05 * plain.rel_l2 + 1e-12, (op, tensor, plain)
 
 
 # ---- the machine code --------------------------------------------------------------------------------------
@@ -264,19 +273,16 @@ def test_accumulator_types_are_read_from_the_mnemonic() -> None:
     assert [accumulator_types({text}) for text in found] == [{"F32"}, {"F32"}, {"F16"}, {"F16"}]
 
 
-@pytest.mark.gpu
-def test_machine_code_has_the_accumulators_of_the_table() -> None:
-    """Every kernel that a tile's launcher can start uses matrix instructions of the table's accumulator only.
-
-    Kernels are told apart by what the profiler sees each tile launch.
-    """
+@pytest.fixture(scope="module")
+def kernels() -> dict[tuple[str, str], set[str]]:
+    """The matrix instructions in this build's machine code, by (kernel, architecture)."""
     tool = shutil.which("cuobjdump") or "/usr/local/cuda/bin/cuobjdump"
     if not Path(tool).exists():
         pytest.skip("cuobjdump is not installed here")
     done = subprocess.run(
         [tool, "-sass", voxmma._C.__file__], capture_output=True, text=True, check=True, timeout=550
     )
-    kernels: dict[tuple[str, str], set[str]] = {}
+    found: dict[tuple[str, str], set[str]] = {}
     arch = name = ""
     for line in done.stdout.splitlines():
         if "arch = " in line:
@@ -284,7 +290,55 @@ def test_machine_code_has_the_accumulators_of_the_table() -> None:
         elif "Function : " in line:
             name = demangled(line.split(":")[1].strip())
         elif match := _MMA.search(line):
-            kernels.setdefault((name, arch), set()).add(match.group())
+            found.setdefault((name, arch), set()).add(match.group())
+    return found
+
+
+def accumulator_of(kernel: str) -> str:
+    """'F16' or 'F32': what the template arguments in a convolution kernel's name say it accumulates in."""
+    if "wgrad" in kernel:
+        return "F32"
+    if match := re.search(r"FpropSm80<\(voxmma::DType\)\d, \(voxmma::Accum\)(\d)", kernel):
+        return {"0": "F32", "1": "F16", "2": "F16"}[match[1]]
+    match = re.search(r"FpropConfig<[\w:]+, ([\w:]+),", kernel)
+    assert match is not None, f"what {kernel} accumulates in is not known"
+    return {"float": "F32", "cutlass::half_t": "F16"}[match[1]]
+
+
+def test_template_arguments_are_read_from_the_name() -> None:
+    sm80 = "void voxmma::fprop_sm80_kernel<voxmma::FpropSm80<(voxmma::DType)0, (voxmma::Accum){}, 64> >(int)"
+    sm90 = "void voxmma::sm90::fprop_kernel<voxmma::sm90::FpropConfig<cutlass::half_t, {}, 64, 32> >(int)"
+    assert [accumulator_of(sm80.format(i)) for i in range(3)] == ["F32", "F16", "F16"]
+    assert [accumulator_of(sm90.format(t)) for t in ("float", "cutlass::half_t")] == ["F32", "F16"]
+    with pytest.raises(AssertionError, match="is not known"):
+        accumulator_of("void voxmma::fprop_new_kernel<int>(int)")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not voxmma._C.HAS_CUDA, reason="voxmma was built without CUDA")
+def test_machine_code_accumulates_as_the_names_of_its_kernels_say(
+    kernels: dict[tuple[str, str], set[str]],
+) -> None:
+    """Without a GPU: no convolution kernel multiplies into another accumulator, and none is missing."""
+    checked: dict[tuple[str, str], set[str]] = {}
+    for (name, arch), codes in kernels.items():
+        if "fprop" not in name and "wgrad" not in name:
+            continue  # the MMA probe has one of each
+        expected = accumulator_of(name)
+        assert accumulator_types(codes) == {expected}, (name, arch, codes)
+        checked.setdefault(("wgrad" if "wgrad" in name else "fprop", expected), set()).add(name)
+    for op in ("fprop", "wgrad"):
+        for kind, names in (("F32", ("fp32",)), ("F16", ("fp16", "fp16_promoted"))):
+            tiles = [t for t in compiled() if t.op == op and t.accum in names and t.atom != "SIMT"]
+            assert len(checked.get((op, kind), ())) >= len(tiles), (op, kind, checked.get((op, kind)))
+
+
+@pytest.mark.gpu
+def test_machine_code_has_the_accumulators_of_the_table(kernels: dict[tuple[str, str], set[str]]) -> None:
+    """Every kernel that a tile's launcher can start uses matrix instructions of the table's accumulator only.
+
+    Kernels are told apart by what the profiler sees each tile launch.
+    """
     capability = torch.cuda.get_device_capability()
     checked = 0
     for tile in compiled():

@@ -6,6 +6,7 @@ import importlib
 import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,6 +93,25 @@ def test_biased_grouped_scaled_and_tf32_calls_pass(device: torch.device) -> None
     second.remove()
     assert not watch.breaches and not second.breaches
     assert watch.checked[""] == 3 and second.checked[""] == 1
+
+
+def test_subnormal_fp32_calls_pass(device: torch.device) -> None:
+    """On a GPU these run in 3xTF32, which has no bits below 2^-136: within its bound, so no breach."""
+    conv = SparseConv3d(64, 64, 3, bias=False).to(device)
+    coords = random_coords(150, 6).to(device)
+    feats = torch.randn(150, 64, generator=torch.Generator().manual_seed(0)).to(device) * 2.0**-128
+    watch = shadow.verify(conv, every=1, rows=150)
+    conv(voxmma.Voxels(coords, feats))
+    watch.remove()
+    assert watch.checked[""] == 1 and not watch.breaches
+
+
+def test_limit_of_3xtf32_includes_what_tf32_cannot_hold() -> None:
+    x, w = torch.full((4, 8), 0.5), torch.full((27, 8, 8), -2.0)
+    record = voxmma.explain(spatially_sparse_conv(voxels(torch.device("cpu"), torch.float32), w, 3))
+    plain = shadow.limit(x, w, record)
+    split = shadow.limit(x, w, replace(record, tile="sm80_f32_256x64x32_3xtf32"))
+    assert split.eta == plain.eta and split.floor == plain.floor + 27 * 8 * 2.5 * 2.0**-136
 
 
 @pytest.mark.parametrize("kind", ["cell", "nan", "scaled"])

@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 import voxmma
-from voxmma import speedbench, torchflags
+from voxmma import cli, speedbench, torchflags
 from voxmma.speedbench import ConfigError, load
 
 
@@ -130,9 +130,14 @@ def test_inference_and_the_fp16_accumulator_reach_the_sparse_layers() -> None:
     {workloads: [sparse_unet], scale: small, device: cpu, mode: infer, rounds: 2, steps: 1, warmup: 1,
      baseline: {precision: fp16, fp16_accum: false}, variants: {short: {precision: fp16, fp16_accum: true}}}
     """
-    base, short = speedbench.run(load(text))["rows"]
+    with voxmma.audit() as log:
+        base, short = speedbench.run(load(text))["rows"]
     assert base["grad_rel_l2"] is None
-    assert short["out_rel_l2"] > 1.2 * base["out_rel_l2"] > 0
+    assert short["out_rel_l2"] > base["out_rel_l2"] > 0
+    layers = 1 + 2 * 2 + 2 * 2  # stem, two levels down, two up
+    calls = [(launch.input, launch.accumulator) for launch in log]
+    assert calls.count(("fp64", "fp64")) == layers  # the reference
+    assert calls.count(("fp16", "fp16")) == calls.count(("fp16", "fp32")) == layers * (1 + 1 + 2)
 
 
 def test_variants_take_turns_in_rotating_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +188,17 @@ def test_the_command(command: typer.Typer, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert [row["variant"] for row in json.loads(done.stdout)["rows"]] == ["baseline", "b"]
     assert json.loads(out.read_text())["paranoid"] is True
+
+
+def test_a_configuration_needs_no_subcommand(tmp_path: Path) -> None:
+    path = tmp_path / "speed.yaml"
+    path.write_text("{scale: small, device: cpu, rounds: 2, steps: 1, warmup: 1}")
+    done = CliRunner().invoke(cli.app, ["bench", "--config", str(path), "--json"])
+    assert done.exit_code == 0, done.output
+    assert [row["workload"] for row in json.loads(done.stdout)["rows"]] == ["mlp"]
+    for flags in (["--paranoid"], ["--out", str(tmp_path / "x.json")]):
+        alone = CliRunner().invoke(cli.app, ["bench", *flags])
+        assert alone.exit_code == 2 and "--config" in alone.output
 
 
 @pytest.mark.parametrize(

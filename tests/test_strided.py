@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import pickle
+import re
 import warnings
 import weakref
 from typing import Any
@@ -548,18 +549,51 @@ def test_kernel_map_objects_of_strided_layers(device: torch.device) -> None:
     assert fresh != grown and fresh.num_pairs == pairs
 
 
+def test_derived_sets_know_a_box_around_them(device: torch.device) -> None:
+    for shape, low in itertools.product(SHAPES, (-9, 0, 131_000)):
+        coords = random_coords(40, 8, 3) + torch.tensor([0, low, -low, low + 1], dtype=torch.int32)
+        source, g = voxmma.CoordSet(coords.to(device)), geometry(shape)
+        for make in (derive.windows, derive.children):
+            try:
+                made = make(source, g)
+            except ValueError as error:
+                assert "outside" in str(error)  # and low is 131000
+                assert low > 0
+                continue
+            rows, box = made.coords.cpu(), made.bounds
+            if len(rows) == 0:
+                continue
+            least, largest = rows.amin(0).tolist(), rows.amax(0).tolist()
+            assert all(b <= v for b, v in zip(box[:4], least, strict=True))
+            assert all(b >= v for b, v in zip(box[4:], largest, strict=True))
+            if make is derive.children:
+                assert [*box[1:4], *box[5:]] == [*least[1:], *largest[1:]]  # as small as can be
+            assert all(abs(b - v) <= 20 for b, v in zip(box, (*least, *largest), strict=True))
+
+
 @pytest.mark.gpu
-def test_gpu_makes_the_rows_of_the_cpu() -> None:
-    coords = random_coords(20_000, 60, 3)
+@pytest.mark.parametrize("piece", [derive.CHUNK, 5000])
+@pytest.mark.parametrize("spread", [60, 3000, 100_000])  # the last: 64-bit keys
+def test_gpu_makes_the_rows_of_the_cpu(spread: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    coords = torch.cat([torch.randint(0, 3, (20_000, 1)), torch.randint(-spread, spread, (20_000, 3))], 1)
+    coords = torch.unique(coords, dim=0).int()
+    coords = coords[torch.randperm(len(coords))]
+    monkeypatch.setattr(derive, "CHUNK", piece)
+    on_cpu, on_gpu = voxmma.CoordSet(coords), voxmma.CoordSet(coords.cuda())
     for shape in SHAPES:
         g = geometry(shape)
-        for made in (derive.windows, derive.children):
-            on_cpu, on_gpu = made(voxmma.CoordSet(coords), g), made(voxmma.CoordSet(coords.cuda()), g)
-            assert torch.equal(on_gpu.coords.cpu(), on_cpu.coords)
+        for make in (derive.windows, derive.children):
+            try:
+                expected = make(on_cpu, g).coords
+            except ValueError as error:
+                with pytest.raises(ValueError, match=re.escape(str(error))):
+                    make(on_gpu, g)
+            else:
+                assert torch.equal(make(on_gpu, g).coords.cpu(), expected)
 
 
 @pytest.mark.gpu
-def test_gpu_waits_once_for_the_coordinates_and_once_for_the_plan() -> None:
+def test_gpu_waits_once_for_new_coordinates() -> None:
     w = torch.ones(8, 2, 2, device="cuda")
     warm = Voxels(random_coords(500, 20).cuda(), torch.ones(500, 2, device="cuda"))
     sparse_conv_transpose(spatially_sparse_conv(warm, w, 2, stride=2), w, 2, stride=2)
@@ -574,6 +608,8 @@ def test_gpu_waits_once_for_the_coordinates_and_once_for_the_plan() -> None:
             spatially_sparse_conv(x, w, 2, stride=2)
             sparse_conv_transpose(low, w, 2, stride=2)
             second = len([c for c in caught if "synchroniz" in str(c.message)]) - first
+            voxmma.kernel_map(x, 3)
+            third = len([c for c in caught if "synchroniz" in str(c.message)]) - first - second
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert first <= 2 and second <= 1
+    assert (first, second, third) == (1, 0, 1)  # how many voxels; nothing; how large a plan

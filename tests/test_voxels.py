@@ -111,6 +111,19 @@ def test_duplicates_name_the_first_pair(device: torch.device, rows: list[tuple[i
         assert torch.equal(CoordSet(coords).coords, coords)
 
 
+def test_duplicates_of_wide_sets_name_the_first_pair(device: torch.device) -> None:
+    """Extents of more than 32 bits in all: what a GPU sorts by in two steps."""
+    coords = torch.randint(COORD_MIN, COORD_MAX + 1, (5000, 4), dtype=torch.int32)
+    coords[:, 0] %= 700
+    coords[0, 1:], coords[1, 1:] = COORD_MIN, COORD_MAX
+    coords[4000], coords[3000], coords[3500] = coords[2000], coords[1000], coords[1000]
+    with pytest.raises(ValueError, match="coords rows 1000 and 3000 are"):
+        CoordSet(coords.to(device))
+    first = torch.cat([coords[:3000], coords[3001:3500], coords[3501:]])  # 4000 has become 3998
+    with pytest.raises(ValueError, match="coords rows 2000 and 3998 are"):
+        CoordSet(first.to(device))
+
+
 def test_coordinates_are_a_private_copy_in_the_callers_order(device: torch.device) -> None:
     coords = conftest.random_coords(50, 6, batch=2).to(device)
     strided = torch.stack([coords, coords], dim=2).long()[:, :, 0]

@@ -127,6 +127,17 @@ __device__ __forceinline__ Pass load_pass(const PlanView& plan, int pass) {
   return {v.x, v.y, v.z, v.w};
 }
 
+__device__ __forceinline__ ScheduledTile load_scheduled(const ScheduledTile* schedule, int64_t position) {
+  const int4 v = __ldg(reinterpret_cast<const int4*>(schedule) + position);
+  return {v.x, v.y, v.z, v.w};
+}
+
+// Position in the schedule of the tile that worker `index` of `count` takes in a round. They are dealt out in turn and,
+// in the next round, in the opposite order: of a list sorted by cost everybody gets nearly the same sum.
+__device__ __forceinline__ uint32_t dealt(uint32_t round, uint32_t index, uint32_t count) {
+  return round * count + (round & 1 ? count - 1 - index : index);
+}
+
 // Can rows of `ld` elements of `bytes` bytes each, entered at multiples of `step` elements, take 16-byte accesses?
 inline bool rows_aligned16(const void* base, int64_t ld, int64_t step, int bytes) {
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 && ld * bytes % 16 == 0 && step * bytes % 16 == 0;

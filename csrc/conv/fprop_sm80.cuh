@@ -63,14 +63,14 @@ fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, con
   // Channel blocks of a tile run next to each other and share its rows in L2.
   const int nb = static_cast<int>(blockIdx.x % n_blocks);
   const int group = static_cast<int>(blockIdx.x / n_blocks % args.groups);
-  const int tile = static_cast<int>(blockIdx.x / n_blocks / args.groups);
+  const ScheduledTile scheduled = load_scheduled(plan.schedule, blockIdx.x / n_blocks / args.groups);
+  const int tile = scheduled.tile;
 
   const T* x = static_cast<const T*>(args.a) + group * args.a_group;         // (n_in, lda), this group's first channel
   const char* image = static_cast<const char*>(args.b) +                     // [K][chunks][BN][CK], swizzled
                       (static_cast<int64_t>(group) * n_blocks + nb) * plan.kernel_volume * chunks * C::kWeightBytes;
   const uint16_t* local = plan.local + static_cast<int64_t>(tile) * plan.kernel_volume * kTileM;  // [K][kTileM]
-  const int2 passes = __ldg(plan.tile_pass + tile);
-  const int pass_end = passes.x + passes.y;
+  const int pass_end = scheduled.first_pass + scheduled.passes;
 
   const uint32_t s_weight = smem_address(smem);
   const uint32_t s_input = s_weight + C::kInput;
@@ -144,11 +144,11 @@ fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, con
   int since = 0;   // offsets since the last promotion (Promote > CK)
   int stage = 0;   // ring position of the next block to consume
 
-  ahead_open(passes.x);
+  ahead_open(scheduled.first_pass);
 #pragma unroll
   for (int s = 0; s < C::kStages - 1; ++s) fetch_weights(s);
 
-  for (int p = passes.x; p < pass_end; ++p) {
+  for (int p = scheduled.first_pass; p < pass_end; ++p) {
     const uint32_t frag = load_frag(p);
     const uint32_t mask = __reduce_or_sync(~0u, frag);
     if (!mask) continue;

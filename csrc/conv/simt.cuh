@@ -103,7 +103,8 @@ simt_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec_in, co
   const int tid = threadIdx.x, lane = tid % 32;
   const int nb = static_cast<int>(blockIdx.x % n_blocks);
   const int group = static_cast<int>(blockIdx.x / n_blocks % args.groups);
-  const int tile = static_cast<int>(blockIdx.x / n_blocks / args.groups / kSub);
+  const ScheduledTile scheduled = load_scheduled(plan.schedule, blockIdx.x / n_blocks / args.groups / kSub);
+  const int tile = scheduled.tile;
   const int sub = static_cast<int>(blockIdx.x / n_blocks / args.groups % kSub);
   const int ty = tid / 16, tx = tid % 16;                   // rows ty * TM ..., channels tx * 4 ...
   const T* x = static_cast<const T*>(args.a) + group * args.a_group;
@@ -113,8 +114,7 @@ simt_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec_in, co
   const int chunks = (args.c_in + kDepth - 1) / kDepth;
 
   A acc[TM][4] = {};
-  const int2 passes = __ldg(plan.tile_pass + tile);
-  for (int p = passes.x; p < passes.x + passes.y; ++p) {
+  for (int p = scheduled.first_pass; p < scheduled.first_pass + scheduled.passes; ++p) {
     const uint32_t* frag = plan.frag + static_cast<int64_t>(p) * kFrags + sub * kSubFrags;
     const uint32_t mask = __reduce_or_sync(~0u, __ldg(frag + lane % kSubFrags));
     if (!mask) continue;
@@ -182,7 +182,8 @@ simt_narrow_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec
   const PlanView& plan = args.plan;
   const int tid = threadIdx.x, lane = tid % 32;
   const int nb = static_cast<int>(blockIdx.x % n_blocks);
-  const int tile = static_cast<int>(blockIdx.x / n_blocks / kSub), sub = static_cast<int>(blockIdx.x / n_blocks % kSub);
+  const ScheduledTile scheduled = load_scheduled(plan.schedule, blockIdx.x / n_blocks / kSub);
+  const int tile = scheduled.tile, sub = static_cast<int>(blockIdx.x / n_blocks % kSub);
   const int channels = args.groups * args.c_out;        // output channels of all groups
   const int c0 = nb * kCols + tid % 16 * 4, r0 = tid / 16;  // thread: channels c0 .. c0 + 3, rows r0 + 16 i
   const T* x = static_cast<const T*>(args.a);
@@ -190,8 +191,7 @@ simt_narrow_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec
   const bool depthwise = vec_in && args.c_out == 1 && args.a_group == 1 && c0 + 4 <= channels;  // 4 channels, one load
 
   A acc[4][4] = {};  // [row][channel]
-  const int2 passes = __ldg(plan.tile_pass + tile);
-  for (int p = passes.x; p < passes.x + passes.y; ++p) {
+  for (int p = scheduled.first_pass; p < scheduled.first_pass + scheduled.passes; ++p) {
     const uint32_t mask =
         __reduce_or_sync(~0u, __ldg(plan.frag + static_cast<int64_t>(p) * kFrags + sub * kSubFrags + lane % kSubFrags));
     if (!mask) continue;
@@ -273,8 +273,6 @@ simt_wgrad_kernel(const ConvArgs args, const int ci_blocks, const int co_blocks,
   const int group = static_cast<int>(rest % groups);           rest /= groups;
   const int k = static_cast<int>(rest % volume);
   const int split = static_cast<int>(rest / volume);
-  const int tile_begin = static_cast<int>(static_cast<int64_t>(plan.tiles) * split / splits);
-  const int tile_end = static_cast<int>(static_cast<int64_t>(plan.tiles) * (split + 1) / splits);
 
   const T* x = static_cast<const T*>(args.a) + group * args.a_group;
   const T* dy = static_cast<const T*>(args.b) + group * args.b_group;
@@ -286,18 +284,20 @@ simt_wgrad_kernel(const ConvArgs args, const int ci_blocks, const int co_blocks,
   const bool has_sum = sum < args.groups * products;
 
   A acc[4][4] = {};  // narrow: acc[0][0]
-  for (int tile = tile_begin; tile < tile_end; ++tile) {
+  for (uint32_t round = 0, position; (position = dealt(round, split, splits)) < static_cast<uint32_t>(plan.tiles);
+       ++round) {
+    const ScheduledTile scheduled = load_scheduled(plan.schedule, position);
+    const int tile = scheduled.tile;
     // The pass that owns offset k; every warp looks for it.
-    const int2 passes = __ldg(plan.tile_pass + tile);
     Pass pass = {0, 0, 0, 0};
     int j = -1;
-    for (int first = 0; first < passes.y && j < 0; first += 32) {
+    for (int first = 0; first < scheduled.passes && j < 0; first += 32) {
       Pass mine = {0, 0, 0, 0};
-      if (first + lane < passes.y) mine = load_pass(plan, passes.x + first + lane);
+      if (first + lane < scheduled.passes) mine = load_pass(plan, scheduled.first_pass + first + lane);
       const uint32_t hit = __ballot_sync(~0u, mine.k_begin <= k && k < mine.k_begin + mine.k_count);
       if (!hit) continue;
       const int from = __ffs(hit) - 1;
-      pass = load_pass(plan, passes.x + first + from);
+      pass = load_pass(plan, scheduled.first_pass + first + from);
       j = k - pass.k_begin;
     }
     if (j < 0 || pass.uniq_count == 0) continue;  // the same decision in every thread

@@ -13,15 +13,11 @@
 #include <cutlass/bfloat16.h>
 #include <cutlass/half.h>
 
-#include "voxmma/kernels.h"
+#include "common.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define VOXMMA_SM90A 1
 #endif
-
-namespace voxmma {
-cudaError_t allow_shared(const void* kernel, size_t smem);  // common.cuh
-}
 
 namespace voxmma::sm90 {
 
@@ -217,35 +213,40 @@ __device__ inline void quad_transpose(uint32_t (&p)[4], int t) {
   }
 }
 
-// Walks the passes of tiles `tile(item)` for items first, first + step, ... < end, with the next tile's pass range
-// already on its way. All roles of a CTA walk the same sequence.
+// Walks the passes of the items dealt to worker `index` of `count` (`per_tile` items of a scheduled tile follow each
+// other), with the next item's row of the schedule already on its way. All roles of a CTA walk the same sequence.
 struct PassWalk {
-  const int2* tile_pass;
-  int item, step, end, per_tile;
-  int2 range, next_range;  // {first pass, passes} of this item's and the next item's tile
+  const int4* schedule;
+  uint32_t round = 0, index, count, end, per_tile;
+  uint32_t item, next_item;
+  int4 now, next;  // ScheduledTile of the two
   int i = 0;
 
-  __device__ PassWalk(const PlanView& plan, int first, int step_, int end_, int per_tile_)
-      : tile_pass(plan.tile_pass), item(first), step(step_), end(end_), per_tile(per_tile_) {
-    range = load(item);
-    next_range = load(item + step);
+  __device__ PassWalk(const ScheduledTile* schedule_, int tiles, int index_, int count_, int per_tile_)
+      : schedule(reinterpret_cast<const int4*>(schedule_)), index(index_), count(count_),
+        end(uint32_t(tiles) * per_tile_), per_tile(per_tile_) {
+    item = dealt(0, index, count);
+    now = load(item);
+    next = load(next_item = dealt(1, index, count));
   }
-  __device__ int2 load(int it) const { return it < end ? __ldg(tile_pass + it / per_tile) : make_int2(0, 0); }
+  __device__ int4 load(uint32_t it) const { return it < end ? __ldg(schedule + it / per_tile) : make_int4(0, 0, 0, 0); }
   __device__ bool done() const { return item >= end; }
-  __device__ int tile() const { return item / per_tile; }
-  __device__ int pass() const { return range.x + i; }
-  __device__ bool last_pass() const { return i + 1 == range.y; }
+  __device__ int tile() const { return now.x; }
+  __device__ int within() const { return int(item % per_tile); }  // 0 .. per_tile - 1
+  __device__ int pass() const { return now.y + i; }
+  __device__ bool last_pass() const { return i + 1 == now.z; }
   // The pass after this one, or -1: worth prefetching.
-  __device__ int peek() const { return !last_pass() ? range.x + i + 1 : item + step < end ? next_range.x : -1; }
+  __device__ int peek() const { return !last_pass() ? now.y + i + 1 : next_item < end ? next.y : -1; }
   __device__ void advance() {
     if (!last_pass()) {
       ++i;
       return;
     }
     i = 0;
-    item += step;
-    range = next_range;
-    next_range = load(item + step);
+    ++round;
+    item = next_item;
+    now = next;
+    next = load(next_item = dealt(round + 1, index, count));
   }
 };
 

@@ -78,8 +78,6 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
   const int ci0 = static_cast<int>(rest % ci_blocks) * C::CI;   rest /= ci_blocks;
   const int group = static_cast<int>(rest % args.groups);
   const int split = static_cast<int>(rest / args.groups);
-  const int tile_begin = static_cast<int>(static_cast<int64_t>(plan.tiles) * split / splits);
-  const int tile_end = static_cast<int>(static_cast<int64_t>(plan.tiles) * (split + 1) / splits);
   const int o0 = static_cast<int>(static_cast<int64_t>(volume) * ob / offset_blocks);  // offsets [o0, o1)
   const int o1 = static_cast<int>(static_cast<int64_t>(volume) * (ob + 1) / offset_blocks);
 
@@ -155,11 +153,13 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
       if (++stage == C::kStages) stage = 0, parity ^= 1;
     };
 
-    for (int tile = tile_begin; tile < tile_end; ++tile) {
-      const int2 passes = __ldg(plan.tile_pass + tile);
-      for (int first = 0; first < passes.y; first += 32) {  // 32 passes at a time, one a lane
+    for (uint32_t round = 0, position; (position = dealt(round, split, splits)) < static_cast<uint32_t>(plan.tiles);
+       ++round) {
+      const ScheduledTile scheduled = load_scheduled(plan.schedule, position);
+      const int tile = scheduled.tile;
+      for (int first = 0; first < scheduled.passes; first += 32) {  // 32 passes at a time, one a lane
         Pass mine = {0, 0, 0, 0};
-        if (first + lane < passes.y) mine = load_pass(plan, passes.x + first + lane);
+        if (first + lane < scheduled.passes) mine = load_pass(plan, scheduled.first_pass + first + lane);
         uint32_t hits = __ballot_sync(
             ~0u, mine.k_begin < o1 && mine.k_begin + mine.k_count > o0 && mine.uniq_count > 0);
         for (; hits; hits &= hits - 1) {

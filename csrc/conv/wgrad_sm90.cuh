@@ -4,7 +4,7 @@
 // has a neighbour under the offset is skipped. The accumulator is fp32, always.
 //
 // A CTA owns a block of CK input channels x BN output channels for `slots` kernel offsets of one group, over a
-// contiguous range of tiles (a split). Its two consumer warpgroups hold J accumulators of 64 x BN each; a
+// share of the schedule (a split). Its two consumer warpgroups hold J accumulators of 64 x BN each; a
 // CK = 32 accumulator stacks two offsets (rows 0-31 and 32-63). Partial sums go to workspace[split][K][G][Ci][Co]
 // and are added by reduce_splits in a fixed order: no atomics, bitwise repeatable.
 //
@@ -20,9 +20,6 @@
 #include "sm90.cuh"
 
 namespace voxmma {
-
-cudaError_t reduce_splits(const void* partial, DType acc, int splits, int64_t count, void* out, DType out_dtype,
-                          cudaStream_t stream);  // pack.cu
 
 namespace sm90 {
 
@@ -115,8 +112,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int mb = combo % grid.blocks_m;
   combo /= grid.blocks_m;
   const int nb = combo % grid.blocks_n, g = combo / grid.blocks_n;
-  const int tile0 = int(int64_t(split) * plan.tiles / grid.splits);
-  const int tile1 = int(int64_t(split + 1) * plan.tiles / grid.splits);
   // Slot i holds one offset of [i G, (i + 1) G), G = offset_groups: offset i G + og, or, where G divides the kernel
   // volume and would put whole planes of the kernel into one group, rotated by i + i / G + ... (the digit sum of
   // every offset of a group in base G is then the same). It shares out the well-filled offsets.
@@ -166,7 +161,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   if (group_id >= C::kConsumers) {  // ---- producer warpgroup ----
     cutlass::arch::warpgroup_reg_dealloc<40>();
-    PassWalk walk(plan, tile0, 1, tile1, 1);
+    PassWalk walk(plan.schedule, plan.tiles, split, grid.splits, 1);
     RingState<C::kRowSlots> rs;
     if (warp == C::kConsumers * 4) {  // indices and masks
       while (!walk.done()) {

@@ -1,7 +1,11 @@
 // Tile plans: one block builds the plan of one tile of kTileM consecutive rows of the Morton order.
+#include <algorithm>
 #include <climits>
+#include <cstddef>
+#include <cstdlib>
+#include <utility>
 
-#include "packed_key.cuh"
+#include "bricks.cuh"
 
 namespace voxmma {
 namespace {
@@ -11,44 +15,41 @@ using namespace detail;
 constexpr int kThreads = kTileM;  // thread t owns tile row t
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlocksPerSm = 5;
-constexpr int kProbes = 4;        // independent hash probes in flight per thread
-constexpr int kSetSlots = 2048;   // shared set of input rows
+constexpr int kProbes = 3;        // independent hash probes in flight per thread
+constexpr int kRoundOffsets = 4;  // offsets searched at a time where the shared set may fill up
+constexpr int kSetSlots = 2048;   // shared set of input ranks
 constexpr int kSetShift = 32 - 11;
-constexpr int kSetLimit = kUniqueMax + kProbes * kTileM;  // rows in the set beyond which it refuses new ones
+constexpr int kSetLimit = kUniqueMax + kRoundOffsets * kTileM;  // ranks in the set beyond which it refuses new ones
 constexpr int kNoTag = INT_MAX;
-constexpr int kMaxVolume = 1024;
-constexpr int kMaxScale = 4096;   // largest mul and div
+constexpr int kMaxVolume = kMaxKernel * kMaxKernel * kMaxKernel;
+constexpr int kNowhere = INT_MIN / 2;  // a coordinate from which no offset leads to a voxel
 // The first two offsets of a pass bring at most 2 * kTileM <= kUniqueMax rows: all but the last pass hold two or more.
 constexpr int kMaxPassesOfGroup = kPassOffsets / 2;
 
-constexpr uint64_t kAxisZ = 0x0009249249249249ull | uint64_t{1} << 51;  // bits of z in a key; y and x are next to them
-constexpr uint64_t kAxisY = kAxisZ << 1, kAxisX = kAxisZ << 2;
-constexpr uint64_t kGapsOfZ = ~kAxisZ & ((uint64_t{1} << (kBatchShift - 3)) - 1);  // below its last bit
-constexpr uint32_t kEmptyHigh = ~0u;  // upper word of an empty slot, and of no key: see kBatchMax
-constexpr uint64_t kBatchBits = ~uint64_t{0} << kBatchShift;
-
-static_assert(kCoordBits == 18 && (kAxisX | kAxisY | kAxisZ) == (uint64_t{1} << kBatchShift) - 1, "axis masks");
-// A thread looks at the limit before it inserts: kTileM rows may come on top of it.
+// A thread looks at the limit before it inserts: kTileM ranks may come on top of it.
 static_assert(kSetSlots == 1 << (32 - kSetShift) && kSetSlots > kSetLimit + kTileM, "set too small");
 static_assert(2 * kTileM <= kUniqueMax && kFragRows == 16, "pass and fragment bookkeeping rely on these");
 static_assert(kPassOffsets * kWarps == kThreads, "one thread per (offset of a pass, warp)");
 
-// A kernel offset, ready to be added to a key: add = quotient * div + rest, 0 <= rest < div.
-struct alignas(16) Offset {
-  uint64_t x, y, z;      // the quotients, spread to the bits of their axis
-  uint16_t rest[3];
-  uint16_t sort_bit;     // bit of the rows' sort key that says whether a row has this neighbour
+// What the host works out for all tiles.
+struct Params {
+  PlanArgs args;
+  int volume;
+  bool pair_z;                        // neighbours along z are adjacent voxels: two of a brick at a time
+  int quotient[3][kMaxKernel];        // of start + i * step by div, rounded down, and what is left
+  int rest[3][kMaxKernel];
+  uint8_t sort_bit[kMaxVolume];       // bit of the rows' sort key that says whether a row has this neighbour
 };
 
 // Dynamic shared memory of a block for kernel volume K.
 struct Shared {
-  int* set_row;          // [kSetSlots] input row or -1
+  int* set_rank;         // [kSetSlots] input rank or -1
   uint32_t* first;       // [kPassOffsets][kWarps] lanes that meet a row first; this and the next two also order the rows
   int* until;            // [kPassOffsets][kWarps] rows met first up to and with this offset and warp
-  int* unique;           // [kUniqueMax]
+  int* unique;           // [kUniqueMax] ranks
   int* tag;              // [kSetSlots + 1] (offset, tile row) of its first appearance, then its place in `unique`
-  Offset* offsets;       // [K]
-  uint16_t* neighbour;   // [min(K, kPassOffsets)][kTileM] slot in the set, kSetSlots = none; first used to rank offsets
+  uint8_t* sort_bit;     // [K]
+  uint16_t* neighbour;   // [min(K, kPassOffsets)][kTileM] slot in the set, kSetSlots = none
   Pass* passes;          // [max_passes] staged until their number is known
   uint32_t* frag;        // [max_passes][kFrags]
   size_t bytes;
@@ -64,12 +65,12 @@ struct Shared {
       at += (count * size + 15) / 16 * 16;
       return part;
     };
-    set_row = reinterpret_cast<int*>(take(kSetSlots, sizeof(int)));
+    set_rank = reinterpret_cast<int*>(take(kSetSlots, sizeof(int)));
     first = reinterpret_cast<uint32_t*>(take(kThreads, sizeof(uint32_t)));
     until = reinterpret_cast<int*>(take(kThreads, sizeof(int)));
     unique = reinterpret_cast<int*>(take(kUniqueMax, sizeof(int)));
     tag = reinterpret_cast<int*>(take(kSetSlots + 1, sizeof(int)));
-    offsets = reinterpret_cast<Offset*>(take(volume, sizeof(Offset)));
+    sort_bit = take(volume, sizeof(uint8_t));
     neighbour =
         reinterpret_cast<uint16_t*>(take((volume < kPassOffsets ? volume : kPassOffsets) * kTileM, sizeof(uint16_t)));
     passes = reinterpret_cast<Pass*>(take(max_passes(volume), sizeof(Pass)));
@@ -78,179 +79,114 @@ struct Shared {
   }
 };
 
-// The part of the neighbours' keys that an output row fixes. Its coordinates stay spread to the bits of their axis with
-// ones in between, so that one addition of a spread offset carries from bit to bit of the axis. z has the batch too,
-// and zeros between, where its last carry ends.
+__host__ __device__ __forceinline__ int floor_div(int value, int div) {
+  const int quotient = value / div;
+  return quotient - (value % div < 0);
+}
+
+// The part of the neighbours' coordinates that an output row fixes: biased, divided, and what is left.
 struct Query {
-  uint64_t x, y, z;
-  int rest[3];     // coord * mul modulo div
-  bool inside;     // no offset leads out of the packable range
-
-  __device__ __forceinline__ static bool in_range(int64_t scaled, int64_t div) {
-    return uint64_t(scaled + kCoordBias * div) < uint64_t(div) << kCoordBits;
-  }
-
-  __device__ __forceinline__ static uint64_t spread(int quotient) {
-    return spread18(uint32_t(quotient + kCoordBias) & ((1u << kCoordBits) - 1));
-  }
+  int batch, at[3], rest[3];
 
   template <bool kDivide>
-  __device__ __forceinline__ static Query make(const PlanArgs& args, int row, const int* low, const int* high) {
-    const int4 c = coords_of(args, row);
+  __device__ __forceinline__ static Query make(const PlanArgs& args, int row) {
+    const int4 c = row >= 0 ? __ldg(reinterpret_cast<const int4*>(args.out_coords) + row) : make_int4(0, 0, 0, 0);
     const int coord[3] = {c.y, c.z, c.w};
-    int quotient[3];
-    Query q;
-    q.inside = row >= 0;
+    Query q{c.x};
 #pragma unroll
     for (int a = 0; a < 3; ++a) {
-      const int scaled = coord[a] * args.mul[a], div = kDivide ? args.div[a] : 1;
-      q.inside = q.inside && in_range(int64_t{scaled} + low[a], div) && in_range(int64_t{scaled} + high[a], div);
-      quotient[a] = floor_div(scaled, div);
-      q.rest[a] = scaled - quotient[a] * div;
+      const int scaled = coord[a] * args.mul[a], quotient = kDivide ? floor_div(scaled, args.div[a]) : scaled;
+      q.rest[a] = kDivide ? scaled - quotient * args.div[a] : 0;
+      q.at[a] = row < 0 ? kNowhere : quotient + kCoordBias + (kDivide ? 0 : args.start[a]);
     }
-    q.x = (spread(quotient[0]) << 2) | ~kAxisX;
-    q.y = (spread(quotient[1]) << 1) | ~kAxisY;
-    q.z = spread(quotient[2]) | kGapsOfZ | uint64_t(c.x) << kBatchShift;
     return q;
   }
 
-  __device__ __forceinline__ static int floor_div(int value, int div) {
-    const int quotient = value / div;
-    return quotient - (value % div < 0);
-  }
-
-  __device__ __forceinline__ static int4 coords_of(const PlanArgs& args, int row) {
-    return row >= 0 ? __ldg(reinterpret_cast<const int4*>(args.out_coords) + row) : make_int4(0, 0, 0, 0);
-  }
-
-  // Whether offset k leads to a packable coordinate: for the rows at the edge of the range and for padding.
-  __device__ __forceinline__ static bool reaches(const PlanArgs& args, int row, int k) {
-    const int4 c = coords_of(args, row);
-    return row >= 0 && in_range(int64_t{c.y} * args.mul[0] + __ldg(args.add + 3 * k), args.div[0]) &&
-           in_range(int64_t{c.z} * args.mul[1] + __ldg(args.add + 3 * k + 1), args.div[1]) &&
-           in_range(int64_t{c.w} * args.mul[2] + __ldg(args.add + 3 * k + 2), args.div[2]);
-  }
-
-  // Key of the neighbour under an offset that reaches one; false when the division leaves a remainder.
+  // Biased coordinate of the i-th offset of an axis; negative where the division leaves a remainder.
   template <bool kDivide>
-  __device__ __forceinline__ bool key(const PlanArgs& args, const Offset& o, uint64_t& out) const {
-    uint64_t qx = x + o.x, qy = y + o.y, qz = z + o.z;
-    bool divisible = true;
-    if constexpr (kDivide) {
-      const int rx = rest[0] + o.rest[0], ry = rest[1] + o.rest[1], rz = rest[2] + o.rest[2];
-      divisible = (rx == 0 || rx == args.div[0]) && (ry == 0 || ry == args.div[1]) && (rz == 0 || rz == args.div[2]);
-      qx += rx == 0 ? 0 : 4;  // carry of the remainders
-      qy += ry == 0 ? 0 : 2;
-      qz += rz == 0 ? 0 : 1;
-    }
-    out = (qx & kAxisX) | (qy & kAxisY) | (qz & (kAxisZ | kBatchBits));
-    return divisible;
+  __device__ __forceinline__ int operator()(const Params& p, int axis, int i) const {
+    if constexpr (!kDivide) return at[axis] + i * p.args.step[axis];
+    const int left = rest[axis] + p.rest[axis][i];
+    const int quotient = at[axis] + p.quotient[axis][i] + (left == 0 ? 0 : 1);
+    return left == 0 || left == p.args.div[axis] ? quotient : -1;
   }
 };
 
-// Calls emit(k, input row or -1) for the offsets k_begin..k_end-1 of output row `row`, -1 = padding.
+// Calls emit(k, input rank) for every neighbour under the offsets k_begin..k_end-1, in no particular order.
 template <bool kDivide, class Emit>
-__device__ __forceinline__ void for_neighbours(const PlanArgs& args, const Offset* offsets, int k_begin, int k_end,
-                                               int row, const Query& query, const Emit& emit) {
-  const auto* keys = reinterpret_cast<const uint2*>(args.keys);  // low and high word
-  const uint32_t mask = static_cast<uint32_t>(args.capacity - 1);
-  for (int k0 = k_begin; k0 < k_end; k0 += kProbes) {
-    uint32_t ask = (1u << kProbes) - 1;
-    if (!query.inside) {
-#pragma unroll 1
-      for (int u = 0; u < kProbes; ++u) {
-        if (k0 + u >= k_end || !Query::reaches(args, row, k0 + u)) ask ^= 1u << u;
-      }
-    }
-    uint2 key[kProbes], found[kProbes];
+__device__ __forceinline__ void for_neighbours(const Params& p, int k_begin, int k_end, const Query& query,
+                                               const Emit& emit) {
+  constexpr uint32_t kBricks = 1u << kBrickBits;  // along an axis
+  const auto* table = reinterpret_cast<const uint4*>(p.args.bricks);
+  const auto capacity = static_cast<uint32_t>(p.args.capacity);
+  const int size_y = p.args.size[1], size_z = p.args.size[2];
+  const int groups = p.pair_z ? size_z / 2 + 1 : size_z;  // bricks along z
+  const int xy_end = (k_end - 1) / size_z + 1;
+  int xy = k_begin / size_z, ix = xy / size_y, iy = xy % size_y, group = 0;
+  while (xy < xy_end) {
+    uint2 key[kProbes];
+    uint4 found[kProbes];
     uint32_t slot[kProbes];
-    bool walk[kProbes], any = false;
-    int input[kProbes];
+    int first_k[kProbes];  // of cell 0 of the two along z
+    int cells[kProbes];    // (first cell, which of the two)
+    bool any = false;
 #pragma unroll
     for (int u = 0; u < kProbes; ++u) {
-      uint64_t packed;
-      // The last offset fills up the last round.
-      const bool divisible = query.key<kDivide>(args, offsets[min(k0 + u, k_end - 1)], packed);
-      key[u] = make_uint2(uint32_t(packed), uint32_t(packed >> 32));
-      slot[u] = home_slot(packed, mask);
-      found[u] = make_uint2(~0u, ~0u);
-      if (divisible && (ask >> u & 1)) found[u] = __ldg(keys + slot[u]);
+      const int x = query.template operator()<kDivide>(p, 0, ix), y = query.template operator()<kDivide>(p, 1, iy);
+      int z, cell, wanted;  // brick along z; offset along z of its cell 0; cells that are offsets
+      if (p.pair_z) {
+        const int odd = query.at[2] & 1;
+        z = (query.at[2] >> 1) + group;
+        cell = 2 * group - odd;
+        wanted = (cell < 0 ? 2 : 3) & (cell + 1 < size_z ? 3 : cell < size_z ? 1 : 0);
+      } else {
+        const int at = query.template operator()<kDivide>(p, 2, group);
+        z = at >> 1;
+        cell = group - (at & 1);
+        wanted = 1 << (at & 1);
+      }
+      const bool inside = uint32_t(x) < 2 * kBricks && uint32_t(y) < 2 * kBricks && uint32_t(z) < kBricks;
+      if (!inside || xy >= xy_end) wanted = 0;
+      first_k[u] = xy * size_z + cell;
+      cells[u] = ((x & 1) * 4 + (y & 1) * 2) | wanted << 4;
+      key[u] = brick_key(uint32_t(query.batch), uint32_t(x) >> 1, uint32_t(y) >> 1, uint32_t(z));
+      slot[u] = home_slot(key[u], capacity);
+      found[u] = make_uint4(0, kNoBrick, 0, 0);
+      if (wanted != 0) found[u] = __ldg(table + slot[u]);
+      any = any || ((found[u].x != key[u].x || found[u].y != key[u].y) && found[u].y != kNoBrick);
+      if (++group == groups) {
+        group = 0;
+        ++xy;
+        if (++iy == size_y) {
+          iy = 0;
+          ++ix;
+        }
+      }
     }
-    const auto look = [&] {
+    while (any) {  // together: the chains' latencies overlap
       any = false;
 #pragma unroll
       for (int u = 0; u < kProbes; ++u) {
-        walk[u] = (found[u].x != key[u].x || found[u].y != key[u].y) && found[u].y != kEmptyHigh;
-        any = any || walk[u];
-      }
-    };
-    look();
-    for (uint32_t step = kProbeStep; any; step += kProbeStep, look()) {  // together: the chains' latencies overlap
-#pragma unroll
-      for (int u = 0; u < kProbes; ++u) {
-        if (walk[u]) {
-          slot[u] = (slot[u] + step) & mask;
-          found[u] = __ldg(keys + slot[u]);
+        if ((found[u].x != key[u].x || found[u].y != key[u].y) && found[u].y != kNoBrick) {
+          slot[u] = next_slot(slot[u], capacity);
+          found[u] = __ldg(table + slot[u]);
+          any = true;
         }
       }
     }
 #pragma unroll
-    for (int u = 0; u < kProbes; ++u) input[u] = found[u].y == kEmptyHigh ? -1 : __ldg(args.rows + slot[u]);
-#pragma unroll
     for (int u = 0; u < kProbes; ++u) {
-      if (k0 + u < k_end) emit(k0 + u, input[u]);
-    }
-  }
-}
-
-// Loads the offsets and gives each its sort bit: the farther from the middle of their box, the rarer a neighbour, the
-// more significant. low and high (shared, [3]) receive the box.
-template <bool kDivide>
-__device__ __forceinline__ void load_offsets(const PlanArgs& args, const Shared& s, int* low, int* high) {
-  const int volume = args.kernel_volume, t = threadIdx.x, lane = t % 32;
-  if (t < 32 * 3) {  // a warp an axis
-    const int axis = t / 32;
-    int lo = INT_MAX, hi = INT_MIN;
-    for (int k = lane; k < volume; k += 32) {
-      const int add = __ldg(args.add + 3 * k + axis);
-      lo = min(lo, add);
-      hi = max(hi, add);
-    }
-    lo = __reduce_min_sync(0xffffffffu, lo);
-    hi = __reduce_max_sync(0xffffffffu, hi);
-    if (lane == 0) {
-      low[axis] = lo;
-      high[axis] = hi;
-    }
-  }
-  __syncthreads();
-  uint64_t* distance = reinterpret_cast<uint64_t*>(s.neighbour);  // volume * 8 <= min(volume, 32) * 512 bytes
-  for (int k = t; k < volume; k += kThreads) {
-    uint64_t sum = 0, spread[3];
+      const int cell = cells[u] & 15;
+      const uint32_t mask = found[u].y == kNoBrick ? 0 : found[u].w, present = mask >> cell & (cells[u] >> 4);
 #pragma unroll
-    for (int a = 0; a < 3; ++a) {
-      const int add = __ldg(args.add + 3 * k + a), div = kDivide ? args.div[a] : 1;
-      const int quotient = Query::floor_div(add, div);
-      const int64_t twice = 2 * int64_t{add} - low[a] - high[a];
-      sum += uint64_t(twice * twice);
-      spread[a] = spread18(uint32_t(quotient) & ((1u << kCoordBits) - 1));
-      s.offsets[k].rest[a] = static_cast<uint16_t>(add - quotient * div);
+      for (int c = 0; c < 2; ++c) {
+        const int k = first_k[u] + c;
+        if ((present >> c & 1) && k >= k_begin && k < k_end) {
+          emit(k, static_cast<int>(found[u].z) + __popc(mask & ((1u << (cell + c)) - 1)));
+        }
+      }
     }
-    s.offsets[k].x = spread[0] << 2;
-    s.offsets[k].y = spread[1] << 1;
-    s.offsets[k].z = spread[2];
-    distance[k] = sum * kMaxVolume + unsigned(k);  // ties go by k
   }
-  __syncthreads();
-  const int fold = volume > 32 ? volume : 32;
-  for (int k = t; k < volume; k += kThreads) {
-    const uint64_t mine = distance[k];
-    int rank = 0;
-#pragma unroll 4
-    for (int j = 0; j < volume; ++j) rank += distance[j] < mine;
-    s.offsets[k].sort_bit = static_cast<uint16_t>(rank * 32 / fold);
-  }
-  __syncthreads();
 }
 
 // Ascending bitonic sort of one distinct key per thread. `buffer` holds 2 * kTileM keys; its first half may be used
@@ -278,71 +214,121 @@ __device__ __forceinline__ uint64_t block_sort(uint64_t key, uint64_t* buffer) {
   return key;
 }
 
-// Shared memory of cluster_rows, for one block of kTileM threads.
+// Bit i of lane j becomes bit j of lane i.
+__device__ __forceinline__ uint32_t transpose(uint32_t v) {
+  const unsigned lane = threadIdx.x % 32;
+  uint32_t low = 0x0000ffffu;
+#pragma unroll
+  for (unsigned j = 16; j > 0; j /= 2, low ^= low << j) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, v, j);
+    v = (lane & j) == 0 ? (v & low) | (other & low) << j : (v & ~low) | (other & ~low) >> j;
+  }
+  return v;
+}
+
+// The lowest `count` set bits of v, 0 < count <= popc(v).
+__device__ __forceinline__ uint32_t lowest_bits(uint32_t v, int count) {
+  uint32_t rest = v;
+  int last = 0;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const int below = __popc(rest & ((1u << step) - 1));
+    if (count > below) {
+      count -= below;
+      rest >>= step;
+      last += step;
+    }
+  }
+  return v & ((2u << last) - 1);
+}
+
+// Shared memory of cluster_rows, for one block of kTileM threads. Bit b of a row is bit b of its mask.
 struct ClusterShared {
-  uint32_t mask[2][kTileM];  // mask of every position, double buffered
-  uint8_t row[2][kTileM];    // thread whose row stands at the position
-  int count[32];             // rows with each bit
-  int place[32];             // bit of the sort key that a bit of the mask becomes
-  int warp_ones[kTileM / 32];
-  uint32_t best[kTileM / 32];  // per node: cost << 8 | bit
+  uint32_t column[32][kWarps];  // of every bit, the positions that have it
+  int cost[kWarps][32];         // by bit: what the warp counted of the halves' unions
+  uint32_t mask[kTileM];        // of every position
+  uint8_t row[kTileM];          // thread whose row stands at the position
+  int count[32];                // rows with each bit
+  int bit_at[32];               // bit of the neighbour mask that a bit of the sort key stands for
 };
+static_assert(offsetof(ClusterShared, mask) == kTileM * sizeof(uint64_t), "block_sort uses what is before");
 
 // Splits nodes of n positions in halves, for one level: every node is stably partitioned by the bit that leaves its
-// halves the smallest unions. Stages masks and rows from buffer `from` to the other one.
+// halves the smallest unions. mask and row are those of position t, before and after.
 template <int n>
-__device__ __forceinline__ void split_level(ClusterShared& s, int from) {
-  constexpr int kNodes = kTileM / n, kChunks = n / 32, kWarps = kTileM / 32;
+__device__ __forceinline__ void split_level(ClusterShared& s, uint32_t& mask, int& row) {
+  constexpr int kWords = n / 32;  // of a node's columns, and warps of a node
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-  if (t < kNodes) s.best[t] = 0xffffffffu;
+  const int node = t / n, word = warp % kWords;
+  s.column[lane][warp] = transpose(mask);
   __syncthreads();
-  for (int task = warp; task < kNodes * 32; task += kWarps) {  // (node, bit), a warp each
-    const int node = task / 32, bit = task % 32;
-    uint32_t m[kChunks], ones[kChunks];
-    int total = 0;
+
+  // The first half under a split by bit `lane`: rows that have it come first.
+  uint32_t first[kWords];
+  int ones = 0;
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      m[c] = s.mask[from][node * n + c * 32 + lane];
-      ones[c] = __ballot_sync(0xffffffffu, m[c] >> bit & 1);
-      total += __popc(ones[c]);
-    }
-    if (bit != 0 && (total == 0 || total == n)) continue;  // leaves the order as it is: bit 0 stands for that, too
-    uint32_t first = 0, second = 0;
-    int ones_before = 0, zeros_before = total;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const uint32_t below = (1u << lane) - 1;
-      const bool one = ones[c] >> lane & 1;
-      const int position = one ? ones_before + __popc(ones[c] & below) : zeros_before + __popc(~ones[c] & below);
-      if (position < n / 2) first |= m[c];
-      else second |= m[c];
-      ones_before += __popc(ones[c]);
-      zeros_before += 32 - __popc(ones[c]);
-    }
-    first = __reduce_or_sync(0xffffffffu, first);
-    second = __reduce_or_sync(0xffffffffu, second);
-    if (lane == 0) atomicMin(&s.best[node], uint32_t(__popc(first) + __popc(second)) << 8 | uint32_t(bit));
+  for (int w = 0; w < kWords; ++w) {
+    first[w] = s.column[lane][node * kWords + w];
+    ones += __popc(first[w]);
   }
+  const bool cut_ones = ones >= n / 2;  // the half ends among the rows that have the bit
+  int wanted = cut_ones ? n / 2 : n / 2 - ones, cut_word = -1, cut_count = 0;
+  uint32_t cut = 0;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    const uint32_t from = cut_ones ? first[w] : ~first[w];
+    const int count = __popc(from);
+    if (wanted > 0 && wanted < count) {
+      cut_word = w;
+      cut_count = wanted;
+      cut = from;
+    }
+    const uint32_t taken = wanted >= count ? from : 0;
+    first[w] = cut_ones ? taken : first[w] | taken;
+    wanted = max(wanted - count, 0);
+  }
+  if (cut_word >= 0) {
+    cut = lowest_bits(cut, cut_count);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) first[w] |= w == cut_word ? cut : 0;
+  }
+  int cost = 0;
+#pragma unroll 4
+  for (int i = 0; i < 32 / kWords; ++i) {  // bits, shared out among the node's warps
+    uint32_t in_first = 0, in_second = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const uint32_t column = s.column[word * (32 / kWords) + i][node * kWords + w];
+      in_first |= column & first[w];
+      in_second |= column & ~first[w];
+    }
+    cost += (in_first != 0) + (in_second != 0);
+  }
+  s.cost[warp][lane] = cost;
   __syncthreads();
-  const int node = t / n, bit = s.best[node] & 0xff;
-  const uint32_t mask = s.mask[from][t];
+
+  cost = 0;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) cost += s.cost[node * kWords + w][lane];
+  // A bit that all rows have or none leaves the order as it is: bit 0 stands for that, too.
+  const bool splits = lane == 0 || (ones > 0 && ones < n);
+  const int bit = __reduce_min_sync(0xffffffffu, splits ? cost << 8 | lane : INT_MAX) & 0xff;
   const bool one = mask >> bit & 1;
-  const uint32_t ones = __ballot_sync(0xffffffffu, one);
-  if (lane == 0) s.warp_ones[warp] = __popc(ones);
-  __syncthreads();
-  int total = 0, before = 0;  // ones of the node, and of its warps before this one
+  int total = 0, before = 0;  // rows that have it: of the node, and of its warps before this one
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    const int w = node * kChunks + c;
-    total += s.warp_ones[w];
-    before += w < warp ? s.warp_ones[w] : 0;
+  for (int w = 0; w < kWords; ++w) {
+    const int count = __popc(s.column[bit][node * kWords + w]);
+    total += count;
+    before += w < word ? count : 0;
   }
-  const uint32_t below = (1u << lane) - 1;
-  const int position = one ? before + __popc(ones & below)
-                           : total + (warp - node * kChunks) * 32 - before + __popc(~ones & below);
-  s.mask[from ^ 1][node * n + position] = mask;
-  s.row[from ^ 1][node * n + position] = s.row[from][t];
+  const uint32_t below = s.column[bit][warp] & ((1u << lane) - 1);
+  before += __popc(below);
+  const int position = node * n + (one ? before : total + word * 32 + lane - before);
+  s.mask[position] = mask;
+  s.row[position] = static_cast<uint8_t>(row);
   __syncthreads();
+  mask = s.mask[t];
+  row = s.row[t];
 }
 
 // Orders the rows of a tile, thread t's row having the neighbour mask `mask`. An MMA fragment runs for every offset that
@@ -350,47 +336,40 @@ __device__ __forceinline__ void split_level(ClusterShared& s, int from) {
 // the tile's rarest offsets as the most significant bits, then three levels of halving (256, 128, 64 rows), each by the
 // offset that leaves the two halves the smallest unions. Useful / issued MMA at 64 rows: 0.66 on surfaces and 0.34 on
 // LiDAR, against 0.60 and 0.31 for the sort alone. Rows without neighbours, padding behind them, stay last.
-// Returns the thread whose row comes to position t.
+// Returns the thread whose row comes to position t. `buffer` and `s` are the same memory.
 __device__ __forceinline__ int cluster_rows(uint32_t mask, uint64_t* buffer, ClusterShared& s) {
   const int t = threadIdx.x, lane = t % 32;
   if (t < 32) s.count[t] = 0;
   __syncthreads();
-  int mine = 0;  // of bit `lane`, in this warp
-#pragma unroll
-  for (int b = 0; b < 32; ++b) {
-    const int ones = __popc(__ballot_sync(0xffffffffu, mask >> b & 1));
-    mine = lane == b ? ones : mine;
-  }
-  if (mine != 0) atomicAdd(&s.count[lane], mine);
+  const uint32_t column = transpose(mask);
+  if (column != 0) atomicAdd(&s.count[lane], __popc(column));
   __syncthreads();
   if (t < 32) {
     int place = 0;
     for (int b = 0; b < 32; ++b) place += s.count[b] > s.count[t] || (s.count[b] == s.count[t] && b < t);
-    s.place[t] = place;
+    s.bit_at[place] = t;
   }
   __syncthreads();
-  uint32_t key = 0;
-  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) key |= 1u << s.place[__ffs(rest) - 1];
+  const uint32_t key = transpose(__shfl_sync(0xffffffffu, column, s.bit_at[lane]));
   const uint64_t sorted = block_sort((uint64_t{~key} << 8) | uint32_t(t), buffer);
-  __syncthreads();  // `buffer` may lie over `s`
-  s.mask[0][t] = ~static_cast<uint32_t>(sorted >> 8);
-  s.row[0][t] = static_cast<uint8_t>(sorted);
-  split_level<256>(s, 0);
-  split_level<128>(s, 1);
-  split_level<64>(s, 0);
-  return s.row[1][t];
+  mask = ~static_cast<uint32_t>(sorted >> 8);
+  int row = static_cast<int>(sorted & 0xff);
+  split_level<256>(s, mask, row);
+  split_level<128>(s, mask, row);
+  split_level<64>(s, mask, row);
+  return row;
 }
 
-// Finds `row` in the shared set, or puts it in and counts it in `fill`. Returns its slot; kSetSlots when it is full.
-__device__ __forceinline__ int set_insert(int* set_row, int* fill, int row) {
-  int slot = static_cast<int>((uint32_t(row) * 2654435769u) >> kSetShift);
+// Finds `rank` in the shared set, or puts it in and counts it in `fill`. Returns its slot; kSetSlots when it is full.
+__device__ __forceinline__ int set_insert(int* set_rank, int* fill, int rank) {
+  int slot = static_cast<int>((uint32_t(rank) * 2654435769u) >> kSetShift);
   int seen;
-  while ((seen = *static_cast<volatile int*>(set_row + slot)) != row) {
+  while ((seen = *static_cast<volatile int*>(set_rank + slot)) != rank) {
     if (seen == -1) {
       if (*static_cast<volatile int*>(fill) >= kSetLimit) return kSetSlots;
-      seen = atomicCAS(set_row + slot, -1, row);
+      seen = atomicCAS(set_rank + slot, -1, rank);
       if (seen == -1) atomicAdd(fill, 1);
-      if (seen == -1 || seen == row) break;
+      if (seen == -1 || seen == rank) break;
     }
     slot = (slot + 1) & (kSetSlots - 1);
   }
@@ -403,13 +382,14 @@ __device__ __forceinline__ int64_t bump(int64_t* counter, int64_t amount) {
 }
 
 template <bool kDivide>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const PlanArgs args) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  __shared__ int low[3], high[3], warp_total[kWarps];
+  __shared__ int warp_total[kWarps];
   __shared__ int64_t uniq_begin4, first_pass;
-  __shared__ int tile_pairs, fill;
+  __shared__ int tile_pairs, tile_cost, fill;
 
-  const int volume = args.kernel_volume;
+  const PlanArgs& args = p.args;
+  const int volume = p.volume;
   const Shared s(shared_bytes, volume);
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
   const int tile = static_cast<int>(blockIdx.x), tile_row = tile * kTileM;
@@ -418,25 +398,27 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const PlanA
   // 1. Neighbours of the rows as they come, and from them the sort key. Where the plan has one group of offsets, the
   // neighbours are kept as slots of the shared set.
   int row = tile_row + t < args.n_out ? args.out_order[tile_row + t] : -1;
-  for (int i = t; i < kSetSlots; i += kThreads) s.set_row[i] = -1;
-  if (t == 0) tile_pairs = fill = 0;
-  load_offsets<kDivide>(args, s, low, high);
+  for (int i = t; i < kSetSlots; i += kThreads) s.set_rank[i] = -1;
+  for (int i = t; i < volume; i += kThreads) s.sort_bit[i] = p.sort_bit[i];
+  constexpr int kNone2 = kSetSlots << 16 | kSetSlots;
+  for (int i = t; i < min(volume, kPassOffsets) * kTileM / 8; i += kThreads) {
+    reinterpret_cast<int4*>(s.neighbour)[i] = make_int4(kNone2, kNone2, kNone2, kNone2);
+  }
+  if (t == 0) tile_pairs = tile_cost = fill = 0;
+  const Query first_query = Query::make<kDivide>(args, row);
+  __syncthreads();
   uint32_t sort_bits = 0;
-  const Query first_query = Query::make<kDivide>(args, row, low, high);
-  for_neighbours<kDivide>(args, s.offsets, 0, volume, row, first_query, [&](int k, int input) {
-    int slot = kSetSlots;
-    if (input >= 0) {
-      sort_bits |= 1u << s.offsets[k].sort_bit;
-      if (one_sweep) slot = set_insert(s.set_row, &fill, input);
-    }
-    if (one_sweep) s.neighbour[k * kTileM + t] = static_cast<uint16_t>(slot);
+  for_neighbours<kDivide>(p, 0, volume, first_query, [&](int k, int input) {
+    sort_bits |= 1u << s.sort_bit[k];
+    if (one_sweep) s.neighbour[k * kTileM + t] = static_cast<uint16_t>(set_insert(s.set_rank, &fill, input));
   });
 
   // 2. Order. `source` is the column of `neighbour` that belongs to this thread from here on.
-  int source = cluster_rows(sort_bits, reinterpret_cast<uint64_t*>(s.first), *reinterpret_cast<ClusterShared*>(s.first));
+  int source = cluster_rows(sort_bits, reinterpret_cast<uint64_t*>(s.first),
+                            *reinterpret_cast<ClusterShared*>(s.first));
   row = tile_row + source < args.n_out ? args.out_order[tile_row + source] : -1;
   args.order[tile_row + t] = row;
-  // Offsets from the pass's first to this one are in the set. It refused a row only if it was full, and is so still.
+  // Offsets from the pass's first to this one are in the set. It refused a rank only if it was full, and is so still.
   int known = one_sweep && fill < kSetLimit ? volume : 0;
 
   // 3. Passes. Their unique rows are listed by first appearance: by offset, then by tile row.
@@ -451,18 +433,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const PlanA
         __syncthreads();  // everybody has read `fill`
         source = t;
       }
-      for (int i = t; i < kSetSlots; i += kThreads) s.set_row[i] = -1;
+      for (int i = t; i < kSetSlots; i += kThreads) s.set_rank[i] = -1;
       if (t == 0) fill = 0;
       const int group_end = min(volume, k_begin - column + kPassOffsets);
-      const Query query = Query::make<kDivide>(args, row, low, high);
+      const Query query = Query::make<kDivide>(args, row);
       known = k_begin;
       do {
         __syncthreads();
         const int from = known;
-        known = min(known + kProbes, group_end);
-        for_neighbours<kDivide>(args, s.offsets, from, known, row, query, [&](int k, int input) {
-          const int slot = input >= 0 ? set_insert(s.set_row, &fill, input) : kSetSlots;
-          s.neighbour[k % kPassOffsets * kTileM + t] = static_cast<uint16_t>(slot);
+        known = min(known + kRoundOffsets, group_end);
+        for (int k = from; k < known; ++k) s.neighbour[k % kPassOffsets * kTileM + t] = kSetSlots;
+        for_neighbours<kDivide>(p, from, known, query, [&](int k, int input) {
+          s.neighbour[k % kPassOffsets * kTileM + t] = static_cast<uint16_t>(set_insert(s.set_rank, &fill, input));
         });
         __syncthreads();
       } while (known < group_end && fill <= kUniqueMax);
@@ -510,7 +492,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const PlanA
       const int tag = s.tag[i + t];
       if (tag < k_count * kTileM) {
         const int index = s.until[tag / 32] - __popc(s.first[tag / 32] >> (tag % 32));
-        s.unique[index] = s.set_row[i + t];
+        s.unique[index] = s.set_rank[i + t];
         s.tag[i + t] = index;
       }
     }
@@ -521,7 +503,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const PlanA
     }
     const int64_t begin4 = uniq_begin4;
     if (begin4 + count4 <= args.uniq4_capacity) {
-      for (int i = t; i < 4 * count4; i += kThreads) args.uniq[4 * begin4 + i] = s.unique[min(i, count - 1)];
+      for (int i = t; i < 4 * count4; i += kThreads) {
+        args.uniq[4 * begin4 + i] = __ldg(args.in_order + s.unique[min(i, count - 1)]);
+      }
     }
     have &= ~0u >> (kPassOffsets - k_count);
     pairs += __popc(have);
@@ -537,10 +521,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const PlanA
   __syncthreads();
 
   // 4. Hand the staged passes over, next to each other.
+  int cost = 0;
+  for (int i = t; i < passes * (kFrags / 4); i += kThreads) {
+    const uint32_t* frag = s.frag + i * 4;
+    cost += __popc(frag[0] | frag[1] | frag[2] | frag[3]);
+  }
+  cost = __reduce_add_sync(0xffffffffu, cost);
+  if (lane == 0 && cost != 0) atomicAdd(&tile_cost, cost);
+  __syncthreads();
   if (t == 0) {
     first_pass = bump(&args.stats->passes, passes);
     bump(&args.stats->pairs, tile_pairs);
-    args.tile_pass[tile] = make_int2(static_cast<int>(first_pass), passes);
+    args.schedule[gridDim.x + tile] = ScheduledTile{tile, static_cast<int>(first_pass), passes, tile_cost};
   }
   __syncthreads();
   const int64_t first = first_pass;
@@ -550,14 +542,33 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const PlanA
   }
 }
 
+// Puts each tile where it belongs in its window: behind those that cost more, and those before it that cost as much. A
+// block places 32 tiles of a window, its warps share out the tiles to compare with.
+__global__ void __launch_bounds__(kThreads) rank_tiles(ScheduledTile* schedule, int count, int window) {
+  __shared__ int rank[32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int blocks = (window + 31) / 32, begin = static_cast<int>(blockIdx.x) / blocks * window;
+  const int end = min(begin + window, count), tile = begin + static_cast<int>(blockIdx.x) % blocks * 32 + lane;
+  const ScheduledTile* tiles = schedule + count;
+  if (warp == 0) rank[lane] = begin;
+  __syncthreads();
+  const ScheduledTile mine = tile < end ? tiles[tile] : ScheduledTile{};
+  int ahead = 0;
+#pragma unroll 8
+  for (int i = begin + warp; i < end; i += kWarps) ahead += __ldg(&tiles[i].cost) + (i < tile) > mine.cost;
+  atomicAdd(&rank[lane], ahead);
+  __syncthreads();
+  if (warp == 0 && tile < end) schedule[rank[lane]] = mine;
+}
+
 __global__ void __launch_bounds__(kThreads) write_table(const PlanView plan, int* table) {
-  const int64_t tile = blockIdx.x;
+  const ScheduledTile scheduled = plan.schedule[blockIdx.x];
+  const int64_t tile = scheduled.tile;
   const int t = threadIdx.x;
   const int row = plan.order[tile * kTileM + t];
-  const int2 span = plan.tile_pass[tile];
   if (row < 0) return;
-  for (int p = 0; p < span.y; ++p) {
-    const Pass pass = plan.passes[span.x + p];
+  for (int p = 0; p < scheduled.passes; ++p) {
+    const Pass pass = plan.passes[scheduled.first_pass + p];
     const int* uniq = plan.uniq + 4 * int64_t(pass.uniq_begin4);
     for (int k = pass.k_begin; k < pass.k_begin + pass.k_count; ++k) {
       const int index = plan.local[(tile * plan.kernel_volume + k) * kTileM + t];
@@ -568,27 +579,91 @@ __global__ void __launch_bounds__(kThreads) write_table(const PlanView plan, int
 
 }  // namespace
 
+namespace {
+
+int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+
+// Offsets along the axes, together, that lead from one coordinate to a whole number when divided by `div`: at most.
+int64_t whole(const PlanArgs& args, const int* div) {
+  int64_t count = 1;
+  for (int a = 0; a < 3; ++a) {
+    const int period = div[a] / gcd(div[a], std::abs(args.step[a]));
+    count *= (args.size[a] + period - 1) / period;
+  }
+  return count;
+}
+
+int volume_of(const PlanArgs& args) { return args.size[0] * args.size[1] * args.size[2]; }
+
+Params make_params(const PlanArgs& args) {
+  Params p;
+  p.args = args;
+  p.volume = volume_of(args);
+  p.pair_z = args.step[2] == 1 && args.div[2] == 1;
+  for (int a = 0; a < 3; ++a) {
+    for (int i = 0; i < args.size[a]; ++i) {
+      const int add = args.start[a] + i * args.step[a];
+      p.quotient[a][i] = floor_div(add, args.div[a]);
+      p.rest[a][i] = add - p.quotient[a][i] * args.div[a];
+    }
+  }
+  // The farther from the middle of the kernel, the rarer a neighbour, the more significant. Ties go by k.
+  std::pair<int64_t, int> distance[kMaxVolume];
+  for (int k = 0; k < p.volume; ++k) {
+    const int i[3] = {k / args.size[2] / args.size[1], k / args.size[2] % args.size[1], k % args.size[2]};
+    distance[k] = {0, k};
+    for (int a = 0; a < 3; ++a) {
+      const int64_t twice = int64_t{2 * i[a] - (args.size[a] - 1)} * args.step[a];
+      distance[k].first += twice * twice;
+    }
+  }
+  std::sort(distance, distance + p.volume);
+  for (int rank = 0; rank < p.volume; ++rank) {
+    p.sort_bit[distance[rank].second] = static_cast<uint8_t>(rank * 32 / std::max(p.volume, 32));
+  }
+  return p;
+}
+
+}  // namespace
+
+void plan_bounds(const PlanArgs& args, int64_t* passes, int64_t* uniq4) {
+  const int64_t tiles = (args.n_out + kTileM - 1) / kTileM, inputs = whole(args, args.div);
+  int64_t per_tile = 0;
+  for (int volume = volume_of(args); volume > 0; volume -= kPassOffsets) {
+    const int64_t offsets = std::min(volume, kPassOffsets);
+    per_tile += std::min(inputs, offsets) * kTileM <= kUniqueMax ? 1 : (offsets + 1) / 2;
+  }
+  const int64_t pairs = std::min(args.n_out * inputs, args.n_in * whole(args, args.mul));
+  *passes = tiles * per_tile;
+  *uniq4 = std::min(*passes * (kUniqueMax / 4), (pairs + 3 * *passes) / 4);
+}
+
 cudaError_t build_plan(const PlanArgs& args, cudaStream_t stream) {
-  const bool power_of_two = args.capacity > 0 && (args.capacity & (args.capacity - 1)) == 0;
-  if (args.kernel_volume < 1 || args.kernel_volume > kMaxVolume || args.n_out < 0 || args.n_out > INT_MAX ||
-      !power_of_two || args.capacity > int64_t{1} << 32 || args.pass_capacity > INT_MAX ||
-      args.uniq4_capacity > INT_MAX) {
+  if (args.n_out < 0 || args.n_out > INT_MAX || args.capacity < 1 || args.capacity > UINT_MAX ||
+      args.pass_capacity > INT_MAX || args.uniq4_capacity > INT_MAX || args.sm_count < 1) {
     return cudaErrorInvalidValue;
   }
   for (int a = 0; a < 3; ++a) {
-    if (args.mul[a] < 1 || args.mul[a] > kMaxScale || args.div[a] < 1 || args.div[a] > kMaxScale) {
+    if (args.size[a] < 1 || args.size[a] > kMaxKernel || args.step[a] == 0 || args.mul[a] < 1 ||
+        args.mul[a] > kMaxStride || args.div[a] < 1 || args.div[a] > kMaxStride) {
       return cudaErrorInvalidValue;
     }
   }
   cudaError_t error = cudaMemsetAsync(args.stats, 0, sizeof(PlanStats), stream);
   const int64_t tiles = (args.n_out + kTileM - 1) / kTileM;
   if (error != cudaSuccess || tiles == 0) return error;
-  const size_t bytes = Shared(nullptr, args.kernel_volume).bytes;
+  const Params params = make_params(args);
+  const size_t bytes = Shared(nullptr, params.volume).bytes;
   const bool divide = args.div[0] != 1 || args.div[1] != 1 || args.div[2] != 1;
   const auto kernel = divide ? plan_tiles<true> : plan_tiles<false>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(tiles), kThreads, bytes, stream>>>(args);
+  kernel<<<static_cast<unsigned>(tiles), kThreads, bytes, stream>>>(params);
+  if ((error = cudaGetLastError()) != cudaSuccess) return error;
+  // Two rounds of a persistent kernel; a map of up to four is one window.
+  const int window = static_cast<int>(tiles <= 4 * args.sm_count ? tiles : 2 * args.sm_count);
+  const int64_t blocks = (tiles + window - 1) / window * ((window + 31) / 32);
+  rank_tiles<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args.schedule, static_cast<int>(tiles), window);
   return cudaGetLastError();
 }
 

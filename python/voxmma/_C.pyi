@@ -1,5 +1,6 @@
 """Signatures of the compiled part (csrc/binding.cpp)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, dtype
@@ -11,17 +12,35 @@ BUILD_ID: str
 TORCH_VERSION: str
 
 def kernel_configs() -> list[dict[str, Any]]: ...
-def index_coords(coords: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor, list[int]]: ...
+def index_coords(coords: Tensor, bounds: Sequence[int] = ()) -> tuple[Tensor, Tensor, list[int]]:
+    """Morton order, bricks, and without `bounds` [bad row, duplicate row, its twin, smallest 4, largest 4]."""
+
+def derive_coords(
+    coords: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    to_children: bool,
+    bounds: Sequence[int],
+    piece: int,
+    limit: int,
+) -> tuple[Tensor, Tensor, Tensor, int, bool]:
+    """Coordinates, Morton order, bricks, how many, and whether one is outside the packable range."""
+
 def build_plan(
     out_coords: Tensor,
     out_order: Tensor,
-    keys: Tensor,
-    rows: Tensor,
-    n_in: int,
-    add: Tensor,
-    mul: list[int],
-    div: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]: ...
+    bricks: Tensor,
+    in_order: Tensor,
+    size: Sequence[int],
+    start: Sequence[int],
+    step: Sequence[int],
+    mul: Sequence[int],
+    div: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+    """The tensors of a map, PlanStats, and the number of pairs, -1 where the statistics have not been read."""
+
 def plan_to_table(plan: list[Tensor], n_out: int) -> Tensor: ...
 def mma_probe(kind: int, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """One matrix instruction a tile, see csrc/include/voxmma/probe.h."""
@@ -51,3 +70,19 @@ def check_wgrad(
     out_dtype: dtype | None,
 ) -> tuple[int, int]:
     """Raises what the CUDA op would; returns (C_in / groups, C_out / groups)."""
+
+def check_pool(
+    x: Tensor,
+    in_count: Tensor | None,
+    out_count: Tensor | None,
+    winner: Tensor | None,
+    winner_rows: int,
+    name: str,
+    map: list[Tensor],
+    kernel_volume: int,
+    n_out: int,
+) -> None:
+    """Raises what the CUDA op would; `name` is what the op calls the map."""
+
+def check_segments(x: Tensor, candidates: Tensor | None, rows: Tensor, starts: Tensor) -> None:
+    """Raises what the CUDA op would."""

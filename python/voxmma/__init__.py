@@ -6,6 +6,9 @@ y = voxmma.nn.SparseConv3d(64, 128, kernel_size=3)(x)
 voxmma.set_fp16_accum(True); print(voxmma.explain(y)); print(voxmma.tiles())
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 # First: registers torch.ops.voxmma, and explains a missing or foreign build.
 from voxmma import ops  # noqa: F401  # isort: skip
 from voxmma import _C, convert, settings  # noqa: F401
@@ -48,6 +51,9 @@ from voxmma import nn  # isort: skip
 from voxmma import shadow  # isort: skip
 from voxmma.plan import apply_plan, calibrate  # isort: skip
 
+if _TYPE_CHECKING:
+    from voxmma.tuner import tune
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -86,7 +92,17 @@ __all__ = [
     "sparse_quantize",
     "tiles",
     "to_dense",
+    "tune",
     "unbatch",
     "union",
     "unique",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """`voxmma.tune`, whose module brings the command line's packages along."""
+    if name == "tune":
+        from voxmma.tuner import tune
+
+        return tune
+    raise AttributeError(f"module 'voxmma' has no attribute {name!r}")

@@ -8,13 +8,17 @@ exist.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import typer
 from rich.table import Table
 
 import voxmma
@@ -36,6 +40,72 @@ SCENES: dict[str, tuple[Callable[[], scenes.Array], Callable[[], scenes.Array]]]
         lambda: scenes.room(rays=20_000).coords(0.06),
     ),
 }
+
+
+def parse_channels(text: str) -> list[tuple[int, int]]:
+    """'64' and '32x64', with commas, as (C_in, C_out). ValueError for anything else."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?(,[1-9]\d*(x[1-9]\d*)?)*", text):
+        raise ValueError(f"expected such as 64 or 32x64,128, got {text!r}")
+    return [(int(word.split("x")[0]), int(word.split("x")[-1])) for word in text.split(",")]
+
+
+def parse_kernels(text: str) -> list[tuple[int, int]]:
+    """'3' and '2s2', with commas, as (kernel size, stride). ValueError for anything else."""
+    if not re.fullmatch(r"[1-9](s[1-9]\d{0,3})?(,[1-9](s[1-9]\d{0,3})?)*", text):
+        raise ValueError(f"expected such as 3 or 3,2s2,5, got {text!r}")
+    return [(int(word[0]), int(word.partition("s")[2] or 1)) for word in text.split(",")]
+
+
+def load_scenes(names: Sequence[str], device: torch.device) -> dict[str, scenes.Array]:
+    """Coordinates (N, 4) of scenes, by name: keys of `SCENES` in the size for `device`, or .npz files.
+
+    A file holds integers (N, 4) = batch, x, y, z under 'coords', or as its only array. Raises ValueError
+    naming the scene, OSError where a file cannot be read.
+    """
+    found = {}
+    for name in names:
+        if name in SCENES:
+            large, small = SCENES[name]
+            found[name] = (large if device.type == "cuda" else small)()
+            continue
+        if not name.endswith(".npz"):
+            raise ValueError(f"{name!r} is neither a .npz file nor one of {', '.join(SCENES)}")
+        with np.load(name) as file:
+            keys = ["coords"] if "coords" in file.files else file.files
+            if len(keys) != 1:
+                raise ValueError(f"{name}: no array 'coords' among {', '.join(file.files) or 'none'}")
+            coords = file[keys[0]]
+        if coords.ndim != 2 or coords.shape[1] != 4 or not np.issubdtype(coords.dtype, np.integer):
+            raise ValueError(f"{name}: coords must be integers (N, 4), got {coords.dtype} {coords.shape}")
+        found[Path(name).stem] = coords.astype(np.int32)
+    return found
+
+
+def chosen_device(name: str | None) -> torch.device:
+    """The device of an option --device: None = the GPU if this build can use it, else the CPU.
+
+    Raises typer.BadParameter for one that cannot be used here.
+    """
+    usable = {found.type: found for found in doctor.usable_devices()}
+    if name is None:
+        return usable.get("cuda", usable["cpu"])
+    try:
+        wanted = torch.device(name)
+    except RuntimeError:
+        wanted = torch.device("meta")
+    if wanted.type not in usable or (wanted.index or 0) >= max(1, torch.cuda.device_count()):
+        raise typer.BadParameter(f"{name!r} cannot be used here; see voxmma doctor", param_hint="--device")
+    return torch.device("cuda", wanted.index or 0) if wanted.type == "cuda" else wanted
+
+
+def group(app: typer.Typer) -> typer.Typer:
+    """The `bench` commands of the application."""
+    groups = [group.typer_instance for group in app.registered_groups if group.name == "bench"]
+    if groups and groups[0] is not None:
+        return groups[0]
+    made = typer.Typer(help="Times and errors on this machine.")
+    app.add_typer(made, name="bench")
+    return made
 
 
 @dataclass(frozen=True)

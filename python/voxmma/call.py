@@ -6,17 +6,20 @@ Every convolution function ends here, so that what is decided, audited and verif
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from voxmma import settings
+from voxmma import settings, tunecache
 from voxmma.audit import notify
+from voxmma.coords import CoordSet
 from voxmma.explain import Record
-from voxmma.kernel_map import KernelMap
-from voxmma.shadow import observe
-from voxmma.tiles import Plan, accumulator_label, parse_accumulator, plan_call, rescaled
+from voxmma.kernel_map import KernelMap, MapCore
+from voxmma.shadow import observe, observed
+from voxmma.tiles import Plan, accumulator_label, asks_gate, parse_accumulator, plan_call, rescaled
 
 
 def fp16_accum_flag(use_fp16_accum: bool | None, accumulator: str | None) -> bool | None:
@@ -69,6 +72,81 @@ def _record_of(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """What a submanifold call decided, kept on its coordinate set for the calls that are like it.
+
+    A layer runs many times with the same arguments; all but the first find their map, tiles and record here.
+    What the arguments do not say is compared at every call: settings, records of the gate and of the tuner.
+    """
+
+    core: MapCore
+    state: tuple[settings.Settings, settings.Settings]
+    gate: str | None
+    """gate.stamp() of the decision; None where the gate has no say"""
+    tuned: int
+    op: Callable[..., Tensor]
+    dtype: torch.dtype
+    choice: tuple[Any, ...]
+    """the op's arguments from `accumulator` on"""
+    record: Record
+
+    def holds(self, device: torch.device) -> bool:
+        """Whether the decision would be the same now."""
+        runtime, environment = settings.state()
+        if self.state[0] is not runtime or self.state[1] is not environment or self.core.freed:
+            return False
+        if self.tuned != tunecache.stamp(device):
+            return False
+        if self.gate is None:
+            return True
+        from voxmma import gate
+
+        return self.gate == gate.stamp()
+
+    def run(
+        self, coords: CoordSet, feats: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Record]:
+        """The call itself; as `convolve`."""
+        tensors = self.core.sides[False].tensors
+        x = feats if feats.dtype == self.dtype else feats.to(self.dtype)
+        y = _launch(self.op, (x, weight, bias, tensors, [], coords.num, True, False, *self.choice))
+        notify(self.record)
+        if observed():
+            observe(x, weight, bias, KernelMap(coords, coords, self.core), y, self.record)
+        return y, self.record
+
+
+def repeat_key(feats: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Any, ...] | None:
+    """Key of a call among `CoordSet.calls`; None where it cannot have one.
+
+    `arguments`: what the caller passed. Equal keys mean equal decisions as long as `Repeat.holds`.
+    """
+    device = feats.device
+    if weight.device != device or (bias is not None and bias.device != device):
+        return None
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return (
+        *arguments,
+        feats.dtype,
+        feats.shape[1],
+        weight.dtype,
+        weight.shape,
+        None if bias is None else (bias.dtype, bias.shape),
+        autocast,
+        torch.is_inference_mode_enabled(),
+    )
+
+
+def _launch(op: Callable[..., Tensor], operands: tuple[Any, ...]) -> Tensor:
+    device_type = operands[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return op(*operands)
+    # The compute dtype is decided here, so the op's own autocast rule must not decide again.
+    with torch.autocast(device_type, enabled=False):
+        return op(*operands)
+
+
 def convolve(
     feats: Tensor,
     weight: Tensor,
@@ -81,6 +159,7 @@ def convolve(
     compute_dtype: torch.dtype,
     out_dtype: torch.dtype | None,
     layer: str,
+    key: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Record]:
     """Runs a convolution whose operands have been checked, over `mapping`, and says what ran.
 
@@ -90,6 +169,7 @@ def convolve(
         use_fp16_accum, accumulator: the call's own level of the precedence.
         compute_dtype: of the products. out_dtype: of the result; None = compute_dtype.
         layer: name for the record.
+        key: from `repeat_key`, under which the decision is kept for calls that are like this one.
 
     Returns:
         ((n_out, C_out), record).
@@ -109,6 +189,7 @@ def convolve(
         feats.device,
         settings.get_pools(compute_dtype),
         chunk,
+        weight.shape[0],
     )
     ran, _, tile, dgrad_tile, wgrad_tile = plan
     scaled = rescaled(compute_dtype, ran, decided_by, settings.get_fp16_rescale())
@@ -120,13 +201,20 @@ def convolve(
         op, written = torch.ops.voxmma.conv_rescaled, out_dtype or compute_dtype
     shared = (mapping.tensors, opposite, mapping.out_coords.num, mapping.symmetric, False)
     operands = (x, weight, bias, *shared, ran, tile, dgrad_tile, wgrad_tile, written)
-    if torch.is_autocast_enabled(feats.device.type):
-        # The compute dtype is decided here, so the op's own autocast rule must not decide again.
-        with torch.autocast(feats.device.type, enabled=False):
-            y = op(*operands)
-    else:
-        y = op(*operands)
+    y = _launch(op, operands)
     record = _record(layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled)
+    core = mapping.core_of_one_set()
+    # float32 calls also follow torch's TF32 switches, which tell nobody when they change
+    if key is not None and core is not None and compute_dtype != torch.float32:
+        evidence = None
+        if asks_gate(compute_dtype, requested, feats.device, settings.get_pools(compute_dtype)):
+            from voxmma import gate
+
+            evidence = gate.stamp()
+        choice = (ran, tile, dgrad_tile, wgrad_tile, written)
+        mapping.in_coords.calls[key] = Repeat(
+            core, settings.state(), evidence, tunecache.stamp(feats.device), op, compute_dtype, choice, record
+        )
     notify(record)
     observe(x, weight, bias, mapping, y, record)
     return y, record

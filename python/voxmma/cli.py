@@ -8,7 +8,6 @@ output; progress goes to standard error in either case.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,7 +24,7 @@ import voxmma
 from voxmma import bench as bench_module
 from voxmma import demo as demo_module
 from voxmma import doctor as doctor_module
-from voxmma import export, gate, report, speedbench, sweep
+from voxmma import export, gate, peerbench, report, scaling, speedbench, sweep, tuner
 
 app = typer.Typer(
     help="3-D sparse convolution with tensor-core precision under control.",
@@ -130,7 +129,8 @@ def tiles(
     """Print the tile table: every kernel in this build, where it runs, and the published role it takes.
 
     With --gate: each fp16-accumulator tile's errors, bounds and gain on the device instead (on a GPU every
-    input family at 200,000 voxels), and whether inference mode may use it from now on.
+    input family at 200,000 voxels), and whether inference mode may use it from now on. The exit code is 1 if
+    a tile is wrong; being no faster is no fault.
     """
     if judge:
         usable = {found.type: found for found in doctor_module.usable_devices()}
@@ -141,7 +141,12 @@ def tiles(
             )
         with progress(len(gate.candidates(chosen))) as advance:
             verdicts = gate.run(chosen, advance=advance)
-        show([asdict(verdict) for verdict in verdicts], gate.render(verdicts), as_json)
+        found = gate.describe(chosen, verdicts)
+        show(found, gate.render(verdicts, gate.title(found)), as_json)
+        wrong = [verdict.subject for verdict in verdicts if not verdict.runs_on_request]
+        if wrong:
+            typer.echo(f"found wrong: {', '.join(wrong)}", err=True)
+            raise typer.Exit(1)
         return
     table = voxmma.tiles(device)
     show([asdict(row) for row in table], table, as_json)
@@ -152,9 +157,20 @@ app.add_typer(bench, name="bench")
 
 
 @bench.callback(invoke_without_command=True)
-def _bench(context: typer.Context) -> None:
+def _bench(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option(help="YAML file: as `voxmma bench run`.")] = None,
+    paranoid: Annotated[bool, typer.Option("--paranoid", help="With --config.")] = False,
+    out: Annotated[Path | None, typer.Option(help="With --config: also write the JSON here.")] = None,
+    as_json: Json = False,
+) -> None:
     if context.invoked_subcommand is None:
-        layers()
+        if config is not None:
+            speedbench.command(config, paranoid, out, as_json)
+        elif paranoid or out is not None:
+            raise typer.BadParameter("goes with --config", param_hint="--paranoid" if paranoid else "--out")
+        else:
+            layers(as_json=as_json)
 
 
 @bench.command()
@@ -183,11 +199,10 @@ def layers(
         unknown = [word for word in value if word not in known]
         if unknown:
             raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(known)}", param_hint=hint)
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?(,[1-9]\d*(x[1-9]\d*)?)*", channels):
-        raise typer.BadParameter(
-            f"expected such as 64 or 32x64,128, got {channels!r}", param_hint="--channels"
-        )
-    pairs = [(int(word.split("x")[0]), int(word.split("x")[-1])) for word in channels.split(",")]
+    try:
+        pairs = bench_module.parse_channels(channels)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--channels") from None
     wanted = bench_module.cases(names, pairs, dtypes, fp16_accum)
     with progress(len(wanted)) as advance:
         result = bench_module.run(wanted, usable[chosen], repeats, advance)
@@ -197,7 +212,8 @@ def layers(
         raise typer.Exit(1)
 
 
-for _module in (export, report, speedbench, sweep):  # these define their commands themselves
+# These define their commands themselves.
+for _module in (export, peerbench, report, scaling, speedbench, sweep, tuner):
     _module.register(app)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from voxmma.call import Repeat
     from voxmma.kernel_map import Geometry, MapCore
 
 COORD_BITS = 18
@@ -46,12 +47,17 @@ def unpack(keys: torch.Tensor) -> torch.Tensor:
     return torch.stack(columns, dim=1).int()
 
 
-class HashIndex(NamedTuple):
-    """GPU index of a coordinate set (csrc/include/voxmma/kernels.h): hash table and Morton order."""
+Bounds = tuple[int, ...]
+"""smallest batch, x, y, z of a set, then the largest; or numbers beyond them"""
 
-    keys: torch.Tensor
-    rows: torch.Tensor
+
+class HashIndex(NamedTuple):
+    """GPU index of a coordinate set (csrc/include/voxmma/kernels.h)."""
+
     order: torch.Tensor
+    """(N,) int32 rows along a Morton curve"""
+    bricks: torch.Tensor
+    """(slots, 4) int32 hash table of its 2x2x2 blocks"""
 
 
 @dataclass
@@ -61,6 +67,7 @@ class _Index:
     counts: torch.Tensor | None = None
     ordered: tuple[torch.Tensor, torch.Tensor] | None = None
     hashed: HashIndex | None = None
+    bounds: Bounds | None = None
 
 
 class Finer:
@@ -110,7 +117,8 @@ class CoordSet:
             below `batch_size`, or a duplicate. The message names the argument and the offending row (both
             rows for duplicates).
 
-    On a GPU construction reads a few numbers back to the host once; nothing later does.
+    On a GPU construction reads a few numbers back to the host once (twice where the extents of the
+    coordinates take more than 32 bits in all); nothing later does.
     """
 
     __slots__ = (
@@ -119,6 +127,7 @@ class CoordSet:
         "_moved",
         "_segments",
         "batch_size",
+        "calls",
         "coords",
         "derived",
         "finer",
@@ -130,6 +139,8 @@ class CoordSet:
     batch_size: int
     maps: dict[tuple[Any, ...], MapCore]
     """kernel maps built so far, by kernel shape; see voxmma.kernel_map"""
+    calls: dict[tuple[Any, ...], Repeat]
+    """what was decided for layers that ran on this set; see voxmma.call"""
     derived: dict[tuple[Any, ...], CoordSet]
     """output sets of strided and generative layers made so far; see voxmma.derive"""
     finer: Finer | None
@@ -158,16 +169,21 @@ class CoordSet:
         self.batch_size = batch_size
         self.maps = {}
         self.derived = {}
+        self.calls = {}
         self.finer = None
         self._index = _Index()
         self._segments: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # see voxmma.segments
         self._moved: dict[torch.device, weakref.ref[CoordSet]] = {}
 
     @classmethod
-    def trusted(cls, coords: torch.Tensor, batch_size: int) -> CoordSet:
-        """A set of (N, 4) contiguous int32 `coords` known to be valid: nothing is checked or copied."""
+    def trusted(cls, coords: torch.Tensor, batch_size: int, bounds: Bounds | None = None) -> CoordSet:
+        """A set of (N, 4) contiguous int32 `coords` known to be valid: nothing is checked or copied.
+
+        `bounds`, where they are known, save work when the set is indexed on a GPU.
+        """
         made = cls.__new__(cls)
         made._start(coords, batch_size)
+        made._index.bounds = bounds
         return made
 
     # ---- indexing ------------------------------------------------------------------------------------------
@@ -175,10 +191,12 @@ class CoordSet:
     def _index_cuda(self) -> tuple[int, int, int, int]:
         from voxmma import _C
 
-        keys, rows, order, stats = _C.index_coords(self.coords)
-        self._index.hashed = HashIndex(keys, rows, order)
-        bad, duplicate, twin = stats[:3]
-        return bad, duplicate, twin, stats[7] if self.num else -1
+        order, bricks, (bad, duplicate, twin, *bounds) = _C.index_coords(self.coords)
+        self._index.hashed = HashIndex(order, bricks)
+        if self.num == 0:
+            return bad, duplicate, twin, -1
+        self._index.bounds = tuple(bounds)
+        return bad, duplicate, twin, bounds[4]
 
     def _index_cpu(self) -> tuple[int, int, int, int]:
         if self.num == 0:
@@ -195,7 +213,10 @@ class CoordSet:
             twin = int(
                 order[torch.searchsorted(keys, keys[place])]
             )  # stable sort: the first of the run is the winner
-        return -1, duplicate, twin, int(self.coords[:, 0].max())
+        low, high = torch.aminmax(self.coords, dim=0)
+        bounds = (*low.tolist(), *high.tolist())
+        self._index.bounds = bounds
+        return -1, duplicate, twin, bounds[4]
 
     def sorted_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed keys (N,) int64 in ascending order, by (batch, x, y, z), and the row of each, (N,) int64."""
@@ -214,8 +235,8 @@ class CoordSet:
                 torch.inference_mode(False),
                 torch.no_grad(),
             ):  # not indexed at construction: known to be valid
-                keys, rows, order, _ = _C.index_coords(self.coords, check=False)
-                self._index.hashed = HashIndex(keys, rows, order)
+                order, bricks, _ = _C.index_coords(self.coords, self.bounds)
+                self._index.hashed = HashIndex(order, bricks)
         return self._index.hashed
 
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
@@ -243,6 +264,13 @@ class CoordSet:
                 self._index.counts = zeros.index_add_(0, batch, torch.ones_like(batch))
         return self._index.counts
 
+    @property
+    def bounds(self) -> Bounds:
+        """A box around the voxels: as small as it can be where that is known without waiting for a GPU."""
+        if self._index.bounds is None:
+            self._index.bounds = (0, *[COORD_MIN] * 3, max(self.batch_size - 1, 0), *[COORD_MAX] * 3)
+        return self._index.bounds
+
     def equal(self, other: CoordSet) -> bool:
         """True for the same set, and for one with the same rows in the same order and the same batch size."""
         if self is other:
@@ -267,7 +295,8 @@ class CoordSet:
         copy = reference() if reference is not None else None
         if copy is None:
             with torch.inference_mode(False), torch.no_grad():
-                copy = CoordSet.trusted(self.coords.to(target, non_blocking=non_blocking), self.batch_size)
+                coords = self.coords.to(target, non_blocking=non_blocking)
+                copy = CoordSet.trusted(coords, self.batch_size, self._index.bounds)
             if self.finer is not None:
                 copy.finer = Finer(self.finer.get().to(target, non_blocking), self.finer.geometry)
             self._moved[target] = weakref.ref(copy)
@@ -276,8 +305,9 @@ class CoordSet:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.finer is None:
-            return CoordSet.trusted, (self.coords, self.batch_size)
-        return _restore, (self.coords, self.batch_size, self.finer.get(), self.finer.geometry)
+            return CoordSet.trusted, (self.coords, self.batch_size, self._index.bounds)
+        link = self.finer
+        return _restore, (self.coords, self.batch_size, link.get(), link.geometry, self._index.bounds)
 
     def __copy__(self) -> CoordSet:
         return self
@@ -286,9 +316,11 @@ class CoordSet:
         return self  # immutable
 
 
-def _restore(coords: torch.Tensor, batch_size: int, fine: CoordSet, geometry: Geometry) -> CoordSet:
+def _restore(
+    coords: torch.Tensor, batch_size: int, fine: CoordSet, geometry: Geometry, bounds: Bounds | None = None
+) -> CoordSet:
     """Unpickles a set that a strided layer made."""
-    made = CoordSet.trusted(coords, batch_size)
+    made = CoordSet.trusted(coords, batch_size, bounds)
     made.finer = Finer(fine, geometry)
     return made
 

@@ -2,9 +2,9 @@
 every device.
 
 Both rules are products of one rule an axis, so a voxel's candidates are the product of those along each axis.
-They become packed keys, keys are sorted, repeats are dropped. One number comes back to the host: how
-many there are. Work above `CHUNK` candidates is done in pieces, so that memory stays bounded by the result
-and one piece; each piece reads its count back.
+They become packed keys; repeats are dropped, on a CPU by sorting, on a GPU by a hash table
+(csrc/map/derive.cu). One thing comes back to the host: how many there are. Work above `CHUNK` candidates is
+done in pieces, so that memory stays bounded by the result and one piece; each piece reads its count back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from voxmma.coords import COORD_MAX, COORD_MIN, CoordSet, Finer, pack_axis, pack_batch, unpack
+from voxmma.coords import (
+    COORD_MAX,
+    COORD_MIN,
+    Bounds,
+    CoordSet,
+    Finer,
+    HashIndex,
+    pack_axis,
+    pack_batch,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from voxmma.kernel_map import Geometry
@@ -57,10 +67,8 @@ def _cached(source: CoordSet, geometry: Geometry, to_children: bool, max_voxels:
     made = source.derived.get(key)
     if made is None:
         with torch.inference_mode(False), torch.no_grad():
-            keys = _expand(source, geometry, to_children, limit)
-            made = CoordSet.trusted(unpack(keys), source.batch_size)
-            if not keys.is_cuda:
-                made._index.ordered = keys, torch.arange(len(keys))
+            make = _make_cuda if source.device.type == "cuda" else _make_cpu
+            made = make(source, geometry, to_children, limit)
         if not to_children and geometry.stride != (1, 1, 1):
             made.finer = Finer(source, geometry)
         made = source.derived.setdefault(key, made)
@@ -85,6 +93,53 @@ def _too_many(count: int, limit: int, source: int) -> ValueError:
     )
 
 
+def _outside(geometry: Geometry) -> ValueError:
+    return ValueError(
+        f"the layer (kernel_size {geometry.kernel_size}, stride {geometry.stride}, dilation "
+        f"{geometry.dilation}, padding {geometry.padding}) makes voxels outside {COORD_MIN}..{COORD_MAX}"
+    )
+
+
+def _make_cuda(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
+    """The output set and its index. Reads back once a piece."""
+    from voxmma import _C
+
+    bounds = reach(source.bounds, geometry, to_children)
+    coords, order, bricks, count, outside = _C.derive_coords(
+        source.coords, *geometry, to_children, bounds, CHUNK, limit
+    )
+    if outside:
+        raise _outside(geometry)
+    if count > limit:
+        raise _too_many(count, limit, source.num)
+    made = CoordSet.trusted(coords, source.batch_size, bounds)
+    made._index.hashed = HashIndex(order, bricks)
+    return made
+
+
+def _make_cpu(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
+    keys = _expand(source, geometry, to_children, limit)
+    bounds = reach(source.bounds, geometry, to_children)
+    made = CoordSet.trusted(unpack(keys), source.batch_size, bounds)
+    made._index.ordered = keys, torch.arange(len(keys))
+    return made
+
+
+def reach(bounds: Bounds, geometry: Geometry, to_children: bool) -> Bounds:
+    """Bounds of the packable sites that voxels within `bounds` lead to."""
+    low, high = [bounds[0]], [bounds[4]]
+    for axis, (size, stride, dilation, padding) in enumerate(zip(*geometry, strict=True)):
+        first, last = bounds[1 + axis], bounds[5 + axis]
+        span = (size - 1) * dilation
+        if to_children:
+            first, last = first * stride - padding, last * stride - padding + span
+        else:
+            first, last = -((span - padding - first) // stride), (last + padding) // stride
+        low.append(min(max(first, COORD_MIN), COORD_MAX))
+        high.append(max(min(last, COORD_MAX), low[-1]))
+    return (*low, *high)
+
+
 def _expand(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> torch.Tensor:
     """Packed keys of the output set, ascending."""
     slots = math.prod(_slots(geometry, axis, to_children) for axis in range(3))
@@ -96,11 +151,7 @@ def _expand(source: CoordSet, geometry: Geometry, to_children: bool, limit: int)
         if begin and not outside:
             found, _ = _distinct(torch.cat([keys, found]))
         if outside:
-            raise ValueError(
-                f"the layer (kernel_size {geometry.kernel_size}, stride {geometry.stride}, dilation "
-                f"{geometry.dilation}, padding {geometry.padding}) makes voxels outside "
-                f"{COORD_MIN}..{COORD_MAX}"
-            )
+            raise _outside(geometry)
         keys = found
         if len(keys) > limit:
             raise _too_many(len(keys), limit, source.num)

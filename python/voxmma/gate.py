@@ -4,7 +4,7 @@ In this order, and evidence that is missing counts as failed:
 
 1. legality: fp16 operands (bf16 after a rescale, voxmma.overflow), never a weight gradient;
 2. overflow certificate: no partial sum can pass 65504 (voxmma.overflow);
-3. no non-finite cell, and every cell within the worst-case bound (accuracy.bound);
+3. no non-finite cell, every cell within the worst-case bound (accuracy.bound), repeats equal bit by bit;
 4. rel-L2 on signed inputs within the budget;
 5. for the automatic rule only: a speed-up over fp32 accumulators measured on this very device. An explicit
    request is a contract, to which speed is no objection.
@@ -19,31 +19,33 @@ from __future__ import annotations
 import contextvars
 import functools
 import json
-import math
 import os
-import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from voxmma import _C, accuracy, settings, sweep
+from voxmma import _C, settings, sweep
 from voxmma.accuracy import FAMILIES, Bound, Errors
-from voxmma.kernel_map import KernelMap, kernel_map
 from voxmma.overflow import Certificate, certificate
-from voxmma.tiles import Tile, compiled
+from voxmma.sweep import Mode, Site
+from voxmma.tiles import Tile, accumulator_label, compiled, parse_accumulator
+from voxmma.timing import Clock
+from voxmma.tunecache import driver_version
 from voxmma.voxels import Voxels
 
 #: Smallest measured speed-up for which the automatic rule takes an fp16 accumulator.
 MIN_GAIN = 1.03
 #: rel-L2 that an fp16 accumulator may show on signed inputs; 27 x 256 products reach 4.4e-3 on Ampere.
 BUDGET = 5e-3
-#: The regression case of every tile: 3x3x3 at 32 channels, where a skipped wait once looked like saturation.
-CHANNELS, VOXELS = 32, 200_000
+#: The regression case of every tile: 3x3x3 at 32 channels (on a GPU 200,000 voxels and more), where a skipped
+#: wait once looked like saturation.
+CHANNELS = 32
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------------
@@ -93,6 +95,7 @@ def judge(
     certificate: Certificate | None = None,
     errors: Errors | None = None,
     limit: Bound | None = None,
+    repeatable: bool | None = None,
     rel_l2: float | None = None,
     budget: float = BUDGET,
     gain: float | None = None,
@@ -103,7 +106,8 @@ def judge(
         subject: what is judged, such as a tile's name. op: 'fprop', 'dgrad' or 'wgrad'.
         dtype: of the operands that reach the matrix unit.
         automatic: the automatic rule asks, which a measured gain must justify.
-        certificate: of the operands. errors, limit: of the worst case measured. rel_l2: on signed inputs.
+        certificate: of the operands. errors, limit: of the worst case measured. repeatable: whether further
+            runs equalled the first bit by bit. rel_l2: on signed inputs.
         gain: fp32-accumulator time divided by fp16-accumulator time on this device.
     """
     checks: list[Check] = []
@@ -125,6 +129,8 @@ def judge(
         within = errors is not None and limit is not None and errors.within(limit)
         detail = f"max eta {errors.max_eta:.2e} of {limit.eta:.2e}" if errors and limit else "not measured"
         yield holds("bound", within, detail)
+        detail = {True: "equal bit by bit", False: "differ", None: "not measured"}[repeatable]
+        yield holds("repeats", repeatable is True, detail)
         small = rel_l2 is not None and rel_l2 <= budget
         yield holds(
             "budget", small, f"rel-L2 {rel_l2:.2e} of {budget:.2e}" if rel_l2 is not None else "not measured"
@@ -140,19 +146,9 @@ def judge(
 # ---- what is on record -------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _driver() -> str | None:
-    """The display driver's version; None where it cannot be read."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    return next((word for word in text.split() if word[0].isdigit() and "." in word), None)
-
-
 def identity(device: torch.device) -> dict[str, str] | None:
     """What a measurement belongs to: device UUID, driver and kernel build. None where one is unknown."""
-    if device.type != "cuda" or (driver := _driver()) is None:
+    if device.type != "cuda" or (driver := driver_version()) is None:
         return None
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return {"device": uuid, "driver": driver, "build": _C.BUILD_ID}
@@ -282,39 +278,39 @@ def on_record(tile: str, device: torch.device) -> Verdict:
 # ---- measuring ---------------------------------------------------------------------------------------------
 
 
-def _milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """Median device time of `run`."""
-    times = []
-    for _ in range(repeats + 3):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times[3:])
-
-
-def _gain(tile: Tile, x: Voxels, mapping: KernelMap) -> float:
+def _gain(tile: Tile, where: Site) -> float:
     """Time of the fp32-accumulator tile chosen by default, divided by that of `tile`, at its own width.
 
     `tile` runs with the overflow rescale, as it does where the automatic rule takes it.
     """
     channels = max(CHANNELS, min(tile.n, 256))
-    given = sweep.draw("fprop", "signed", torch.float16, channels, mapping)
-    fp32, fp16 = sweep.MODES["fp16 acc fp32"], sweep.MODES["fp16 acc fp16"]
-    base = _milliseconds(lambda: sweep.execute("fprop", fp32, given, x, mapping), 20)
-    with settings.override(fwd_algo_mode=tile.name, fp16_rescale=True):
-        return base / _milliseconds(lambda: sweep.execute("fprop", fp16, given, x, mapping), 20)
+    given = sweep.draw("fprop", "signed", torch.float16, channels, where)
+    fp32, fp16 = (
+        sweep.execute("fprop", mode, given, where) for mode in (sweep.MODES["fp16 acc fp32"], _mode(tile))
+    )
+
+    def narrow(i: int) -> object:
+        with settings.override(fwd_algo_mode=tile.name, fp16_rescale=True):
+            return next(fp16)
+
+    times = Clock(where.mapping.device, 20).race({"fp32": lambda i: next(fp32), "fp16": narrow})
+    return times["fp32"].median / times["fp16"].median
+
+
+def _mode(tile: Tile | None) -> Mode:
+    """What asks for the tile's accumulator; plain fp16 for the CPU path."""
+    label = "fp16" if tile is None else accumulator_label(tile.accum, tile.promote)
+    return sweep.MODES[f"fp16 acc {label}"]
 
 
 def measure(tile: Tile | None, x: Voxels, repeats: int = 10) -> Verdict:
     """Judges a forward tile with fp16 accumulators for the automatic rule, and puts the verdict on record.
 
-    Every input family at 32 channels, 3x3x3, all cells, the worst of `repeats`.
+    Every input family at 32 channels, 3x3x3, all cells of forward and input gradient, `repeats` runs each.
 
     Args:
-        tile: a compiled tile; None: the CPU path. x: the scene, on the device to judge.
+        tile: a compiled tile, plain or promoted; None: the CPU path. x: the scene, on the device to judge.
+        repeats: 1 leaves repeatability unmeasured, which counts as failed.
     """
     token = _measuring.set(True)
     try:
@@ -328,37 +324,39 @@ def measure(tile: Tile | None, x: Voxels, repeats: int = 10) -> Verdict:
 
 
 def _measure(tile: Tile | None, x: Voxels, repeats: int) -> Verdict:
-    mapping = kernel_map(x.coord_set, 3)
-    mode = sweep.MODES["fp16 acc fp16"]
+    where, mode = sweep.site(x, 3), _mode(tile)
     name = tile.name if tile is not None else "cpu"
+    wanted = parse_accumulator(mode.accumulator)
     forced: dict[str, Any] = {"fwd_algo_mode": name, "dgrad_algo_mode": name} if tile is not None else {}
     worst: tuple[float, Errors, Bound] | None = None
     largest: Certificate | None = None
-    signed = math.inf
-    for family in FAMILIES:
-        for op in ("fprop", "dgrad"):
-            given = sweep.draw(op, family, torch.float16, CHANNELS, mapping)
-            proof = certificate(given.x if op == "fprop" else given.dy, given.weight, transpose=op == "dgrad")
-            if largest is None or not proof.bound <= largest.bound:
-                largest = proof
-            limit = sweep.limit_of(op, mode, "fp16", CHANNELS, mapping)
-            for _ in range(repeats):
-                with settings.override(**forced):
-                    y, record = sweep.execute(op, mode, given, x, mapping)
-                ran = record.tile if op == "fprop" else record.dgrad_tile
-                if (record.accumulator, ran) != ("fp16", name):
-                    check = Check(
-                        "ran", False, f"{ran} with {record.accumulator} ran instead: {record.reason}"
-                    )
-                    return Verdict(name, False, (check,))
-                found = accuracy.errors(y, given.y64, given.abs64, limit.floor)
-                share = found.max_eta / limit.eta
-                if worst is None or not share <= worst[0]:
-                    worst = (share, found, limit)
-                if family == "signed":
-                    signed = found.rel_l2 if signed == math.inf else max(signed, found.rel_l2)
+    signed, repeatable = 0.0, True
+    for family, op in product(FAMILIES, ("fprop", "dgrad")):
+        given = sweep.draw(op, family, torch.float16, CHANNELS, where)
+        proof = certificate(
+            given.x if op == "fprop" else given.dy, given.weight, transpose=op == "dgrad", chunk=wanted[1]
+        )
+        if largest is None or not proof.bound <= largest.bound:
+            largest = proof
+        limit = sweep.limit_of(op, mode, mode.accumulator, CHANNELS, where)
+        with settings.override(**forced):
+            results = sweep.execute(op, mode, given, where)
+            first, record = next(results)
+            ran = record.tile if op == "fprop" else record.dgrad_tile
+            if (record.accumulator, record.chunk, ran) != (*wanted, name):
+                label = accumulator_label(record.accumulator, record.chunk)
+                return Verdict(
+                    name, False, (Check("ran", False, f"{ran} with {label} ran instead: {record.reason}"),)
+                )
+            found, equal = sweep.examine(results, given, limit, first, repeats)
+        repeatable = repeatable and equal
+        share = found.max_eta / limit.eta
+        if worst is None or not share <= worst[0]:
+            worst = (share, found, limit)
+        if family == "signed":
+            signed = max(signed, found.rel_l2)
     assert worst is not None
-    gain = _gain(tile, x, mapping) if tile is not None and x.device.type == "cuda" else None
+    gain = _gain(tile, where) if tile is not None and x.device.type == "cuda" else None
     return judge(
         name,
         "fprop",
@@ -367,6 +365,7 @@ def _measure(tile: Tile | None, x: Voxels, repeats: int) -> Verdict:
         certificate=largest,
         errors=worst[1],
         limit=worst[2],
+        repeatable=repeatable if repeats > 1 else None,
         rel_l2=signed,
         gain=gain,
     )
@@ -381,15 +380,15 @@ def run(
     """Measures every fp16-accumulator tile of `device` (on a CPU its path) and records the verdicts.
 
     Args:
-        voxels, repeats: default 200,000 and 10 on a GPU, 500 and 1 on a CPU. advance: called before each
+        voxels, repeats: default 200,000 and 10 on a GPU, 500 and 2 on a CPU. advance: called before each
             tile.
     """
-    on_gpu = device.type == "cuda"
-    x = sweep.scene(device, voxels or (VOXELS if on_gpu else 500))
+    size, repeats = sweep.defaults(device, voxels, repeats)
+    x = sweep.scene(device, size)
     verdicts = []
     for tile in candidates(device):
         advance(tile.name if tile else "cpu")
-        verdicts.append(measure(tile, x, repeats or (10 if on_gpu else 1)))
+        verdicts.append(measure(tile, x, repeats))
     return verdicts
 
 
@@ -398,12 +397,40 @@ def candidates(device: torch.device) -> list[Tile | None]:
     if device.type != "cuda":
         return [None]
     capability = torch.cuda.get_device_capability(device)
-    return [t for t in compiled() if t.op == "fprop" and t.accum == "fp16" and t.runs_on(capability)]
+    return [t for t in compiled() if t.op == "fprop" and t.accum.startswith("fp16") and t.runs_on(capability)]
+
+
+def describe(device: torch.device, verdicts: list[Verdict]) -> dict[str, Any]:
+    """Verdicts and the board they were measured on, as plain data.
+
+    kind ('gate'), device, driver and build (None on a CPU), board (fields of Board and their ratio, or None),
+    verdicts (fields of Verdict).
+    """
+    on_gpu = device.type == "cuda"
+    owner = identity(device) or {}
+    rates = board(device) if on_gpu else None
+    return {
+        "kind": "gate",
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "driver": owner.get("driver"),
+        "build": owner.get("build"),
+        "board": None if rates is None else {**asdict(rates), "ratio": rates.ratio},
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+    }
+
+
+def title(found: dict[str, Any]) -> str:
+    """A line on what `describe` found out about the board."""
+    name, rates = f"fp16-accumulator gate (automatic rule) on {found['device']}", found["board"]
+    if rates is None:
+        return name
+    speeds = f"{rates['fp16']:.0f} and {rates['fp32']:.0f} TFLOP/s"
+    return f"{name}: its matrix units add in fp16 {rates['ratio']:.2f}x as fast as in fp32 ({speeds})"
 
 
 def render(verdicts: list[Verdict], title: str = "fp16-accumulator gate (automatic rule)") -> Table:
     """A table: one line a tile, one column a check."""
-    names = ("legality", "overflow", "finite", "bound", "budget", "gain")
+    names = ("legality", "overflow", "finite", "bound", "repeats", "budget", "gain")
     table = Table("tile", *names, "verdict", title=title)
     for verdict in verdicts:
         details = {

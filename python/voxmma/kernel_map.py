@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,21 +36,50 @@ class Geometry(NamedTuple):
     dilation: Triple
     padding: Triple
 
-    def offsets(self) -> list[Triple]:
-        """k * dilation - padding of every k, lexicographic, last axis fastest."""
+    def offsets(self, reverse: bool = False) -> list[Triple]:
+        """k * dilation - padding of every k, lexicographic, last axis fastest; negative with `reverse`."""
+        sign = -1 if reverse else 1
         axes = [
-            [i * dilation - padding for i in range(size)]
+            [sign * (i * dilation - padding) for i in range(size)]
             for size, dilation, padding in zip(self.kernel_size, self.dilation, self.padding, strict=True)
         ]
         return [(x, y, z) for x, y, z in itertools.product(*axes)]
 
 
-@dataclass
 class Direction:
-    """The tensors of one direction of a map, and how many pairs they hold."""
+    """The tensors of one direction of a map, and how many pairs they hold.
 
-    tensors: list[torch.Tensor]
-    num_pairs: int
+    A plan whose size the GPU has not told yet has its statistics in `stats`: int64 (3,) units of 4 entries of
+    uniq, passes, pairs. Until they are asked for, passes, frag and uniq end in unused room.
+    """
+
+    def __init__(
+        self, tensors: list[torch.Tensor], num_pairs: int | None, stats: torch.Tensor | None = None
+    ) -> None:
+        self.tensors = tensors
+        self.counts: torch.Tensor | None = None
+        """KernelMap.counts, once asked for"""
+        self._num_pairs = num_pairs
+        self._stats = stats
+
+    @property
+    def num_pairs(self) -> int:
+        """Waits for the GPU, once, where they have not been read."""
+        if self._num_pairs is None:
+            assert self._stats is not None
+            units, passes, self._num_pairs = self._stats.tolist()
+            order, schedule, pass_list, frag, uniq, local = self.tensors
+            self.tensors = [order, schedule, pass_list[:passes], frag[:passes], uniq[: 4 * units], local]
+            self._stats = None
+        return self._num_pairs
+
+    def settled(self) -> list[torch.Tensor]:
+        """The tensors without unused room. Waits like `num_pairs`."""
+        _ = self.num_pairs
+        return self.tensors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Direction, (self.settled(), self.num_pairs)
 
 
 class MapCore:
@@ -110,7 +138,7 @@ class KernelMap:
 
     `tensors` is what the ops take. On a CPU: [in_rows int64 (P,), out_rows int64 (P,), kptr int64 (K+1,)],
     pairs sorted by (offset, output row), offset k owning kptr[k]:kptr[k+1]. On a GPU the tile plan of
-    kernels.h: [order int32 (T*256,), tile_pass int32 (T, 2), passes int32 (P, 4), frag int32 (P, 16), uniq
+    kernels.h: [order int32 (T*256,), schedule int32 (2, T, 4), passes int32 (P, 4), frag int32 (P, 16), uniq
     int32 (U,), local int16 (T, K, 256)].
     """
 
@@ -153,8 +181,7 @@ class KernelMap:
     @property
     def offsets(self) -> list[Triple]:
         """Offset k: the input is at out * stride + offset, or at (out + offset) / stride when `reverse`."""
-        offsets = self._core.geometry.offsets()
-        return [(-x, -y, -z) for x, y, z in offsets] if self.reverse else offsets
+        return self._core.geometry.offsets(self.reverse)
 
     @property
     def kernel_volume(self) -> int:
@@ -173,10 +200,24 @@ class KernelMap:
         return self._direction().num_pairs
 
     @property
+    def counts(self) -> torch.Tensor:
+        """(n_out,) int32: how many inputs every output row has. Made once; does not wait for a GPU."""
+        direction = self._direction()
+        if direction.counts is not None:
+            return direction.counts
+        with torch.inference_mode(False), torch.no_grad():
+            counts = torch.ops.voxmma.neighbor_counts(
+                direction.tensors, self.kernel_volume, self.out_coords.num
+            )
+        if not torch.compiler.is_compiling():  # a traced tensor is one of its graph
+            direction.counts = counts
+        return counts
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the directions built so far, without the coordinates and their index."""
-        built = self._core.sides.values()
-        return sum(tensor.numel() * tensor.element_size() for d in built for tensor in d.tensors)
+        held = [tensor for d in self._core.sides.values() for tensor in (*d.tensors, d.counts)]
+        return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
 
     def _direction(self) -> Direction:
         direction = self._core.sides.get(self.reverse)
@@ -192,14 +233,16 @@ class KernelMap:
         core = self._core
         if core.freed:
             raise RuntimeError("this kernel map was freed; kernel_map() builds it anew")
-        one = (1, 1, 1)
-        mul, div = (one, self.stride) if self.reverse else (self.stride, one)
         # Normal tensors also under inference_mode: a later training pass saves them for its backward.
         with torch.inference_mode(False), torch.no_grad():
             build = _build_cuda if self.device.type == "cuda" else _build_cpu
-            made = build(self.in_coords, self.out_coords, self.offsets, mul, div, self.symmetric)
+            made = build(self.in_coords, self.out_coords, core.geometry, self.reverse, self.symmetric)
         core.sides[self.reverse] = made
         return made
+
+    def core_of_one_set(self) -> MapCore | None:
+        """The core of a symmetric map, which holds no coordinate set; None for other maps."""
+        return self._core if self.symmetric else None
 
     def transposed(self) -> KernelMap:
         """The opposite direction, built when first used; itself when symmetric. Twice gives an equal map."""
@@ -235,10 +278,10 @@ class KernelMap:
             f"memory       {self.nbytes / 1e6:.2f} MB",
         ]
         if self.device.type == "cuda" and n_out:
-            tile_pass, passes = self.tensors[1:3]
+            schedule, passes = self._direction().settled()[1:3]
             unique = int(passes[:, 3].sum())
             lines.append(
-                f"tile plan    {len(tile_pass):,} tiles, {len(passes):,} passes, "
+                f"tile plan    {schedule.shape[1]:,} tiles, {len(passes):,} passes, "
                 f"{unique / n_out:.2f} unique inputs per row"
             )
             useful = ", ".join(f"{self.mma_efficiency(rows):.3f} at {rows} rows" for rows in (16, 64))
@@ -251,7 +294,7 @@ class KernelMap:
             raise ValueError("mma_efficiency needs a map on a GPU: a CPU map has no tiles")
         if rows not in (16, 32, 64, 128, 256):
             raise ValueError(f"rows must be 16, 32, 64, 128 or 256, got {rows}")
-        frag = self.tensors[3]
+        frag = self._direction().settled()[3]
         bits = (frag.unsqueeze(-1) >> torch.arange(32, device=frag.device, dtype=torch.int32)) & 1
         bits = bits.reshape(len(frag), frag.shape[1] * _FRAGMENT_ROWS // rows, rows // _FRAGMENT_ROWS, 32)
         issued = int(bits.amax(2).sum()) * rows
@@ -291,7 +334,7 @@ class KernelMap:
             with torch.inference_mode(False), torch.no_grad():
                 for reverse, source in core.sides.items():
                     if reverse not in moved.sides:
-                        tensors = [tensor.to(owner.device) for tensor in source.tensors]
+                        tensors = [tensor.to(owner.device) for tensor in source.settled()]
                         moved.sides[reverse] = Direction(tensors, source.num_pairs)
         return KernelMap(inputs, outputs, moved, self.reverse)._built()
 
@@ -341,7 +384,7 @@ class KernelMap:
         core = MapCore(self._core.geometry, self._core.other, self._core.flipped)
         core.freed = self._core.freed
         for reverse, source in self._core.sides.items():
-            core.sides[reverse] = Direction([tensor.clone() for tensor in source.tensors], source.num_pairs)
+            core.sides[reverse] = Direction([tensor.clone() for tensor in source.settled()], source.num_pairs)
         return KernelMap(self.in_coords, self.out_coords, core, self.reverse)
 
 
@@ -386,7 +429,8 @@ def kernel_map(
       layers of this total stride made `in_coords` from; else every site that an input reaches.
 
     Sets made here are sorted by (batch, x, y, z), and made once for an input set and a kernel. On a GPU that
-    reads back one number (how many), building a map another (how large its plan is).
+    reads back how many they are; building a map reads back how large its plan is, unless little room is
+    enough for any plan, as between a grid and its 2x2x2 blocks.
 
     Args:
         in_coords: input coordinates (a Voxels stands for its coordinate set).
@@ -489,37 +533,33 @@ def _triple(value: int | Sequence[int], name: str, low: int, high: int) -> Tripl
 
 
 def _build_cuda(
-    in_coords: CoordSet,
-    out_coords: CoordSet,
-    offsets: list[Triple],
-    mul: Triple,
-    div: Triple,
-    _symmetric: bool,
+    in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, reverse: bool, _symmetric: bool
 ) -> Direction:
     """The tile plan; symmetry saves nothing there."""
     from voxmma import _C
 
-    add = torch.tensor(offsets, dtype=torch.int32).to(in_coords.device, non_blocking=True)
-    keys, rows, _ = in_coords.hash_index()
-    order = out_coords.hash_index().order
-    *tensors, pairs = _C.build_plan(
-        out_coords.coords, order, keys, rows, in_coords.num, add, list(mul), list(div)
+    size, stride, dilation, padding = geometry
+    sign = 1 if reverse else -1
+    start, step = [sign * p for p in padding], [-sign * d for d in dilation]
+    mul, div = ((1, 1, 1), stride) if reverse else (stride, (1, 1, 1))
+    in_order, bricks = in_coords.hash_index()
+    out_order = out_coords.hash_index().order
+    *tensors, stats, pairs = _C.build_plan(
+        out_coords.coords, out_order, bricks, in_order, size, start, step, mul, div
     )
-    return Direction(list(tensors), int(pairs))
+    return Direction(tensors, None, stats) if pairs < 0 else Direction(tensors, pairs)
 
 
 def _build_cpu(
-    in_coords: CoordSet,
-    out_coords: CoordSet,
-    offsets: list[Triple],
-    mul: Triple,
-    div: Triple,
-    symmetric: bool,
+    in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, reverse: bool, symmetric: bool
 ) -> Direction:
     """Binary searches of all output rows per offset, in sorted order so that they share cache lines.
 
     A symmetric map searches half its offsets; the other half holds the same pairs the other way round.
     """
+    one = (1, 1, 1)
+    mul, div = (one, geometry.stride) if reverse else (geometry.stride, one)
+    offsets = geometry.offsets(reverse)
     ordered, in_row = in_coords.sorted_keys()
     ordered = torch.cat(
         [ordered, ordered.new_zeros(1)]

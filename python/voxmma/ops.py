@@ -1,7 +1,8 @@
-"""The dispatcher ops ``torch.ops.voxmma.conv`` and ``conv_wgrad``: CPU implementations and fake kernels.
+"""The dispatcher ops of ``torch.ops.voxmma``: CPU implementations and fake kernels.
 
 Schemas, autograd, autocast and the CUDA implementation are in csrc/binding.cpp; importing this module loads
-them. Both ops differentiate into each other, so that gradients of any order exist on both devices.
+them. ``conv`` and ``conv_wgrad`` differentiate into each other, and so do the pooling ops among themselves,
+so that gradients of any order exist on both devices.
 
 Accumulation on the CPU. Half-precision inputs are multiplied and summed in fp32 and rounded once at the
 end, fp32 in fp32, fp64 in fp64, by torch's own (multi-threaded) GEMM per kernel offset.
@@ -10,10 +11,13 @@ to fp16 after each offset's product, whose inner sum over the channels stays in 
 rounds the product of each chunk of channels of an offset to fp16 and adds it in fp32; the tile names the
 chunk: ``cpu_p32``, ``cpu_p64``, ``cpu_p128`` or ``cpu_poff`` (all channels of an offset). ``cpu_tf32`` rounds
 fp32 operands to the nearest TF32 number first, as a single-pass TF32 tile does. Rows of one offset are
-distinct, so no order of addition is left to chance: results are equal from run to run.
+distinct, so no order of addition is left to chance: results are equal from run to run. Pooling adds in the
+order of the offsets, as on a GPU, and with the same rounding: its results are equal on both devices.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -168,8 +172,157 @@ def _check_tile(tile: str, accumulator: str, dtype: torch.dtype) -> int:
     return 0
 
 
-_LIBRARY.impl("conv", _conv_cpu, "CPU")
-_LIBRARY.impl("conv_wgrad", _conv_wgrad_cpu, "CPU")
+# ---- pooling ----------------------------------------------------------------------------------------------
+
+
+def winner_dtype(kernel_volume: int) -> torch.dtype:
+    """The type of the offsets that pool_max keeps, `kernel_volume` standing for "none"."""
+    return torch.uint8 if kernel_volume < 256 else torch.int16
+
+
+def _pairs(map: list[Tensor], mirror: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(offset, input rows, output rows) of a CPU map by offset; with `mirror` in reverse, renumbered."""
+    in_rows, out_rows, kptr = map
+    start: list[int] = kptr.tolist()
+    volume = len(start) - 1
+    for k in range(volume):
+        own = volume - 1 - k if mirror else k
+        begin, end = start[own], start[own + 1]
+        if begin != end:
+            yield k, in_rows[begin:end], out_rows[begin:end]
+
+
+def _per_row(count: Tensor, dtype: torch.dtype) -> Tensor:
+    return count.clamp(min=1).to(dtype).unsqueeze(1)
+
+
+def _pool_sum_cpu(
+    x: Tensor,
+    in_count: Tensor | None,
+    out_count: Tensor | None,
+    map: list[Tensor],
+    map_t: list[Tensor],
+    kernel_volume: int,
+    n_out: int,
+    symmetric: bool,
+    mirror: bool,
+) -> Tensor:
+    _C.check_pool(x, in_count, out_count, None, 0, "map", map, kernel_volume, n_out)
+    wide = _compute_type(x)
+    values = x.to(wide)
+    if in_count is not None:
+        values = values / _per_row(in_count, wide)
+    y = values.new_zeros((n_out, x.shape[1]))
+    for _, ins, outs in _pairs(map, mirror):
+        y.index_add_(0, outs, values.index_select(0, ins))
+    if out_count is not None:
+        y /= _per_row(out_count, wide)
+    return y.to(x.dtype)
+
+
+def _pool_max_cpu(
+    x: Tensor,
+    map: list[Tensor],
+    map_t: list[Tensor],
+    kernel_volume: int,
+    n_out: int,
+    symmetric: bool,
+    largest: bool,
+    keep_winner: bool,
+) -> tuple[Tensor, Tensor]:
+    _C.check_pool(x, None, None, None, 0, "map", map, kernel_volume, n_out)
+    best = x.new_zeros((n_out, x.shape[1]))
+    winner = torch.full(best.shape, kernel_volume, dtype=winner_dtype(kernel_volume))
+    for k, ins, outs in _pairs(map, False):
+        value, so_far, chosen = (
+            x.index_select(0, ins),
+            best.index_select(0, outs),
+            winner.index_select(0, outs),
+        )
+        better = value > so_far if largest else value < so_far
+        take = (chosen == kernel_volume) | better | (value.isnan() & ~so_far.isnan())
+        best.index_copy_(0, outs, torch.where(take, value, so_far))
+        winner.index_copy_(0, outs, chosen.masked_fill_(take, k))
+    return best, winner if keep_winner else winner.new_empty((0, x.shape[1]))
+
+
+def _pool_pick_cpu(
+    x: Tensor, winner: Tensor, map: list[Tensor], map_t: list[Tensor], kernel_volume: int, symmetric: bool
+) -> Tensor:
+    n_out = winner.shape[0] if winner.dim() else 0
+    _C.check_pool(x, None, None, winner, n_out, "map", map, kernel_volume, n_out)
+    y = x.new_zeros(winner.shape)
+    for k, ins, outs in _pairs(map, False):
+        mine = winner.index_select(0, outs) == k
+        y.index_copy_(0, outs, torch.where(mine, x.index_select(0, ins), y.index_select(0, outs)))
+    return y
+
+
+def _pool_put_cpu(
+    x: Tensor,
+    winner: Tensor,
+    map: list[Tensor],
+    map_t: list[Tensor],
+    kernel_volume: int,
+    n_out: int,
+    symmetric: bool,
+) -> Tensor:
+    if not symmetric and not map_t:
+        raise RuntimeError(
+            "map_t is empty, but pool_put needs the map of the opposite direction "
+            "(KernelMap.transposed().tensors)"
+        )
+    name, back = ("map", map) if symmetric else ("map_t", map_t)
+    rows = x.shape[0] if x.dim() else 0
+    _C.check_pool(x, None, None, winner, rows, name, back, kernel_volume, n_out)
+    wide = _compute_type(x)
+    values = x.to(wide)
+    y = values.new_zeros((n_out, x.shape[1]))
+    for k, ins, outs in _pairs(back, symmetric):
+        mine = winner.index_select(0, ins) == k
+        y.index_add_(0, outs, torch.where(mine, values.index_select(0, ins), 0))
+    return y.to(x.dtype)
+
+
+def _neighbor_counts_cpu(map: list[Tensor], kernel_volume: int, n_out: int) -> Tensor:
+    return torch.bincount(map[1], minlength=n_out).int()
+
+
+def _segment_sum_cpu(x: Tensor, rows: Tensor, starts: Tensor) -> Tensor:
+    _C.check_segments(x, None, rows, starts)
+    return torch.embedding_bag(x.to(_compute_type(x)), rows, starts)[0]
+
+
+def _segment_argmax_cpu(x: Tensor, candidates: Tensor | None, rows: Tensor, starts: Tensor) -> Tensor:
+    _C.check_segments(x, candidates, rows, starts)
+    sizes = torch.cat([starts, starts.new_full((1,), len(rows))]).diff()
+    longest = int(sizes.max()) if len(sizes) else 0
+    if longest == 0 or x.shape[1] == 0:
+        return rows.new_full((len(starts), x.shape[1]), -1)
+    place = starts.unsqueeze(1) + torch.arange(longest)
+    source = rows[place.clamp(max=len(rows) - 1)]
+    row = torch.where(torch.arange(longest) < sizes.unsqueeze(1), source, -1).unsqueeze(2)
+    if candidates is None:
+        row = row.expand(-1, -1, x.shape[1])
+    else:
+        row = torch.where(row >= 0, candidates[source], -1)  # (blocks, longest, C)
+    values = x.gather(0, row.clamp(min=0).flatten(0, 1)).view(row.shape).masked_fill(row < 0, -torch.inf)
+    slot = values.argmax(1, keepdim=True)  # the first of equals; what there is comes before what is not
+    return row.gather(1, slot).squeeze(1)
+
+
+for _name, _function in {
+    "conv": _conv_cpu,
+    "conv_wgrad": _conv_wgrad_cpu,
+    "pool_sum": _pool_sum_cpu,
+    "pool_max": _pool_max_cpu,
+    "pool_pick": _pool_pick_cpu,
+    "pool_put": _pool_put_cpu,
+    "neighbor_counts": _neighbor_counts_cpu,
+    "segment_sum": _segment_sum_cpu,
+    "segment_argmax": _segment_argmax_cpu,
+}.items():
+    _LIBRARY.impl(_name, _function, "CPU")
 
 
 @torch.library.register_fake("voxmma::conv")
@@ -210,3 +363,69 @@ def _conv_wgrad_fake(
     c_in, c_out = x.shape[1] // groups, dy.shape[1] // groups
     shape = (kernel_volume, c_in, c_out) if groups == 1 else (kernel_volume, groups, c_in, c_out)
     return x.new_empty(shape, dtype=out_dtype or x.dtype)
+
+
+@torch.library.register_fake("voxmma::pool_sum")
+def _pool_sum_fake(
+    x: Tensor,
+    in_count: Tensor | None,
+    out_count: Tensor | None,
+    map: list[Tensor],
+    map_t: list[Tensor],
+    kernel_volume: int,
+    n_out: int,
+    symmetric: bool,
+    mirror: bool,
+) -> Tensor:
+    return x.new_empty((n_out, x.shape[1]))
+
+
+@torch.library.register_fake("voxmma::pool_max")
+def _pool_max_fake(
+    x: Tensor,
+    map: list[Tensor],
+    map_t: list[Tensor],
+    kernel_volume: int,
+    n_out: int,
+    symmetric: bool,
+    largest: bool,
+    keep_winner: bool,
+) -> tuple[Tensor, Tensor]:
+    rows = n_out if keep_winner else 0
+    winner = x.new_empty((rows, x.shape[1]), dtype=winner_dtype(kernel_volume))
+    return x.new_empty((n_out, x.shape[1])), winner
+
+
+@torch.library.register_fake("voxmma::pool_pick")
+def _pool_pick_fake(
+    x: Tensor, winner: Tensor, map: list[Tensor], map_t: list[Tensor], kernel_volume: int, symmetric: bool
+) -> Tensor:
+    return x.new_empty(winner.shape)
+
+
+@torch.library.register_fake("voxmma::pool_put")
+def _pool_put_fake(
+    x: Tensor,
+    winner: Tensor,
+    map: list[Tensor],
+    map_t: list[Tensor],
+    kernel_volume: int,
+    n_out: int,
+    symmetric: bool,
+) -> Tensor:
+    return x.new_empty((n_out, x.shape[1]))
+
+
+@torch.library.register_fake("voxmma::neighbor_counts")
+def _neighbor_counts_fake(map: list[Tensor], kernel_volume: int, n_out: int) -> Tensor:
+    return map[0].new_empty((n_out,), dtype=torch.int32)
+
+
+@torch.library.register_fake("voxmma::segment_sum")
+def _segment_sum_fake(x: Tensor, rows: Tensor, starts: Tensor) -> Tensor:
+    return x.new_empty((starts.shape[0], x.shape[1]), dtype=_compute_type(x))
+
+
+@torch.library.register_fake("voxmma::segment_argmax")
+def _segment_argmax_fake(x: Tensor, candidates: Tensor | None, rows: Tensor, starts: Tensor) -> Tensor:
+    return rows.new_empty((starts.shape[0], x.shape[1]))

@@ -451,7 +451,7 @@ _FUNCTIONS: dict[OpKind, frozenset[str]] = {
         avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d lp_pool2d
         cosine_similarity pairwise_distance cdist dist embedding_bag scatter_add scatter_reduce index_add
         segment_reduce native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit _softmax
-        _log_softmax nll_loss_forward"""
+        _log_softmax nll_loss_forward pool_sum segment_sum"""
     ),
     OpKind.Elementwise: _names(
         """
@@ -472,7 +472,7 @@ _FUNCTIONS: dict[OpKind, frozenset[str]] = {
         rot90 pad pixel_shuffle pixel_unshuffle channel_shuffle narrow select slice diagonal diag diag_embed
         tril triu unfold max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d
         adaptive_max_pool3d amax amin max min topk sort median kthvalue cummax cummin scatter index_put
-        meshgrid atleast_1d atleast_2d atleast_3d alias _unsafe_view"""
+        meshgrid atleast_1d atleast_2d atleast_3d alias _unsafe_view pool_max pool_pick pool_put"""
     ),
 }
 _KIND_BY_NAME = {name: kind for kind, names in _FUNCTIONS.items() for name in names}
@@ -489,14 +489,15 @@ _NEUTRAL = _names(
     bitwise_or bitwise_not bitwise_xor and or xor invert floordiv floor_divide get set delete len repr str
     format hash bool int float index contains iter dir deepcopy reduce_ex reduce setstate promote_types
     result_type can_cast record_stream untyped_storage storage getattr setattr is_grad_enabled assert_async
-    _assert_async _assert_tensor_metadata zeros_like ones_like empty_like full_like rand_like randn_like"""
+    _assert_async _assert_tensor_metadata zeros_like ones_like empty_like full_like rand_like randn_like
+    segment_argmax neighbor_counts"""
 )
 
 # Reductions whose PyTorch kernels read 16-bit operands and add up in float32.
 _F32_INSIDE = _names(
     """sum mean softmax log_softmax layer_norm group_norm batch_norm instance_norm rms_norm avg_pool1d
     avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d native_layer_norm
-    native_group_norm native_batch_norm _native_batch_norm_legit _softmax _log_softmax"""
+    native_group_norm native_batch_norm _native_batch_norm_legit _softmax _log_softmax pool_sum segment_sum"""
 )
 _F32_INSIDE_MODULES = (
     nn.LayerNorm,
@@ -915,17 +916,27 @@ def activate(policy: PrecisionPolicy, switches_only: bool = False) -> AppliedPol
     return applied
 
 
+def sparse_accumulator(policy: PrecisionPolicy) -> str | None:
+    """What sparse layers take as ``accumulator`` under a policy; None where ``use_fp16_accum`` says it all.
+
+    Raises PolicyError for a policy they cannot follow.
+    """
+    spec = policy.forward
+    if policy.dgrad.accumulator_name != spec.accumulator_name or policy.dgrad.chunk != spec.chunk:
+        raise PolicyError("sparse layers use one accumulator for forward and dgrad; the policy asks for two")
+    return f"{spec.accumulator_name}:{spec.chunk}" if spec.chunk is not None else None
+
+
 def set_sparse_layer(
     layer: nn.Module, policy: PrecisionPolicy, undo: contextlib.ExitStack | None = None
 ) -> str:
     """Sets the precision attributes of a sparse convolution layer and returns the remark for its row."""
     spec = policy.forward
-    if policy.dgrad.accumulator_name != spec.accumulator_name:
-        raise PolicyError("sparse layers use one accumulator for forward and dgrad; the policy asks for two")
     wanted: dict[str, Any] = {
         "use_fp16_accum": spec.accumulator is Precision.F16,
-        "accumulator": f"{spec.accumulator_name}:{spec.chunk}" if spec.chunk is not None else None,
+        "accumulator": sparse_accumulator(policy),
         "compute_dtype": spec.input.dtype,
+        "out_dtype": spec.output_format.dtype,
     }
     try:
         fp16_accum_flag(wanted["use_fp16_accum"], wanted["accumulator"])
@@ -946,8 +957,9 @@ def apply_policy(
     """Makes ``module`` run under ``policy`` until the returned object's `revert`.
 
     Everything the forward calls has its operands cast by kind, outputs leave in float32, sparse convolution
-    layers get ``use_fp16_accum``, ``accumulator`` and ``compute_dtype``, and PyTorch's TF32 switches are set
-    as Compute says (process-wide, until reverted). Parameters, buffers and the state dict stay as they are.
+    layers get ``use_fp16_accum``, ``accumulator``, ``compute_dtype`` and ``out_dtype``, and PyTorch's TF32
+    switches are set as Compute says (process-wide, until reverted). Parameters, buffers and the state dict
+    stay as they are.
 
     Args:
         module: the model, or any part of one. Compile it with `voxmma.policy_graph.policy_backend` instead of

@@ -27,16 +27,19 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from voxmma import torchflags
+from voxmma import settings, torchflags
 from voxmma.policy import (
     _CASTABLE,
     OpKind,
+    Precision,
     PrecisionPolicy,
     _PolicyMode,
     as_policy,
     kind_of,
     operand_plan,
+    sparse_accumulator,
 )
+from voxmma.tiles import parse_accumulator, plan_call, rescaled
 
 __all__ = ["CastReport", "PolicyBackend", "policy_backend", "remove_redundant_casts", "rewrite", "trace"]
 
@@ -182,6 +185,38 @@ def _insert(gm: fx.GraphModule, policy: PrecisionPolicy, report: CastReport) -> 
         _insert_around(gm, node, policy, report)
 
 
+def is_sparse_product(node: fx.Node) -> bool:
+    """A sparse convolution, as layers call it."""
+    conv, scaled = torch.ops.voxmma.conv, torch.ops.voxmma.conv_rescaled
+    return node.op == "call_function" and node.target in (conv, conv.default, scaled, scaled.default)
+
+
+def _plan_sparse(node: fx.Node, policy: PrecisionPolicy, report: CastReport) -> None:
+    """Has a sparse convolution compute as the policy says: operand, accumulator, tiles, result."""
+    x, weight = node.args[0], node.args[1]
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    if _value(x).dtype not in _CASTABLE:
+        return
+    spec, shape = policy.forward, _value(weight).shape
+    groups = shape[1] if len(shape) == 4 else 1
+    channels = [int(shape[-2] * groups), int(shape[-1] * groups)]
+    if node.args[7]:
+        channels.reverse()
+    label = sparse_accumulator(policy)
+    chunk = 0 if label is None else parse_accumulator(label)[1]
+    dtype, short = spec.input.dtype, spec.accumulator is Precision.F16
+    pools = (*settings.get_pools(dtype)[:4], "tf32" if policy.tf32 else "ieee")
+    device, volume = _value(x).device, int(shape[0])
+    plan = plan_call(dtype, short, "module", *channels, groups, device, pools, chunk, volume)
+    scaled = rescaled(dtype, plan[0], "module", settings.get_fp16_rescale())
+    written = spec.output_format.dtype
+    with node.graph.inserting_before(node):
+        operand = _cast(x, dtype, report)
+    node.target = torch.ops.voxmma.conv_rescaled.default if scaled else torch.ops.voxmma.conv.default
+    node.args = (operand, *node.args[1:8], plan[0], *plan[2:], written)
+    report.kinds[OpKind.Compute.value] += 1
+
+
 def _insert_around(gm: fx.GraphModule, node: fx.Node, policy: PrecisionPolicy, report: CastReport) -> None:
     """The casts of one node."""
     graph = gm.graph
@@ -193,6 +228,9 @@ def _insert_around(gm: fx.GraphModule, node: fx.Node, policy: PrecisionPolicy, r
         report.kinds[OpKind.Boundary.value] += 1
         return
     if node.op not in ("call_function", "call_method", "call_module") or cast_target(node) is not None:
+        return
+    if is_sparse_product(node):
+        _plan_sparse(node, policy, report)
         return
     target = _target(node)
     plan = operand_plan(policy, target, node.args, node.kwargs)

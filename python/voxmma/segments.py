@@ -1,4 +1,4 @@
-"""Sums over the voxels of each sample: deterministic, differentiable any number of times, no host sync.
+"""Sums and maxima over the voxels of each sample: deterministic, no host sync.
 
 Rows are added in blocks of 64 in sample order, the partial sums again in blocks of 64, and so on: a fixed
 tree, so results repeat bit by bit and the rounding error grows with the logarithm of the number of voxels.
@@ -51,49 +51,63 @@ def tree(coords: CoordSet) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return coords._segments
 
 
-def _sum(values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
-    if coords.batch_size == 0:
-        return values.new_zeros((0, values.shape[1]))
-    for rows, starts in tree(coords):
-        values = torch.embedding_bag(values, rows, starts)[0]
-    return values
-
-
 class _SampleSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
-        ctx.coords = coords
-        return _sum(values, coords)
+        ctx.coords, ctx.dtype = coords, values.dtype
+        if coords.batch_size == 0:
+            return values.new_zeros((0, values.shape[1]), dtype=_wide(values.dtype))
+        for rows, starts in tree(coords):
+            values = torch.ops.voxmma.segment_sum(values, rows, starts)
+        return values
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Spread.apply(grad, ctx.coords), None
+        return _Spread.apply(grad, ctx.coords, ctx.dtype), None
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stats: torch.Tensor, coords: CoordSet) -> torch.Tensor:
-        ctx.coords = coords
-        return stats.index_select(0, coords.coords[:, 0])
+    def forward(ctx: Any, stats: torch.Tensor, coords: CoordSet, dtype: torch.dtype) -> torch.Tensor:
+        ctx.coords, ctx.dtype = coords, stats.dtype
+        return stats.to(dtype).index_select(0, coords.coords[:, 0])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _SampleSum.apply(grad, ctx.coords), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _SampleSum.apply(grad, ctx.coords).to(ctx.dtype), None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of this dtype are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def sample_sum(values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
     """(batch_size, C) sums of the rows (N, C) of each sample, zeros for empty samples.
 
-    `values` is fp32 or fp64 on the device of `coords` and lies in its row order; the sum has its dtype.
+    `values` is fp16, bf16, fp32 or fp64 on the device of `coords` and lies in its row order; the sum is fp32,
+    of fp64 it is fp64. Differentiable any number of times.
     """
     return _SampleSum.apply(values, coords)
 
 
 def sample_mean(values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
     """(batch_size, C) means of the rows of each sample, zeros for empty samples; else as `sample_sum`."""
-    return sample_sum(values, coords) / coords.counts.clamp(min=1).to(values.dtype).unsqueeze(1)
+    return sample_sum(values, coords) / coords.counts.clamp(min=1).to(_wide(values.dtype)).unsqueeze(1)
 
 
 def spread(stats: torch.Tensor, coords: CoordSet) -> torch.Tensor:
     """(N, C) row of `stats` (batch_size, C) of each voxel's sample; the transpose of `sample_sum`."""
-    return _Spread.apply(stats, coords)
+    return _Spread.apply(stats, coords, stats.dtype)
+
+
+def sample_argmax(values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
+    """(batch_size, C) int64 row of each sample's largest value, -1 for empty samples.
+
+    The first of equals, the first NaN above all. `values` as in `sample_sum`. Needs batch_size > 0.
+    """
+    winner = None
+    for rows, starts in tree(coords):
+        winner = torch.ops.voxmma.segment_argmax(values, winner, rows, starts)
+    assert winner is not None
+    return winner

@@ -149,6 +149,11 @@ def _effective(field: str) -> Any:
 # ---- saving, restoring, setting ----------------------------------------------------------------------------
 
 
+def state() -> tuple[Settings, Settings]:
+    """The run-time and the environment level; as long as both are the same objects, no setting has changed."""
+    return _runtime, _environment
+
+
 def snapshot() -> Settings:
     """The run-time level as it is now; `restore` brings back exactly this state (unset stays unset)."""
     return _runtime

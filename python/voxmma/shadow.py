@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ Observer = Callable[[Tensor, Tensor, "Tensor | None", KernelMap, Tensor, Record]
 _observers: list[Observer] = []
 
 
+def observed() -> bool:
+    """Whether anybody looks at finished calls."""
+    return bool(_observers)
+
+
 def observe(
     x: Tensor, weight: Tensor, bias: Tensor | None, mapping: KernelMap, y: Tensor, record: Record
 ) -> None:
@@ -41,7 +46,10 @@ def observe(
 
 
 def limit(x: Tensor, weight: Tensor, record: Record, biased: bool = False) -> accuracy.Bound:
-    """The worst-case bound of a call's cells, every offset active. Waits for the device after a rescale."""
+    """The worst-case bound of a call's cells, every offset active.
+
+    Waits for the device where it depends on the operands: after a rescale, and for 3xTF32.
+    """
     volume, reduced = weight.shape[0], weight.shape[-2]
     chip = "simt" if record.tile.startswith("simt") else accuracy.arch_of(x.device)
     narrow = record.accumulator.startswith("fp16")
@@ -57,10 +65,12 @@ def limit(x: Tensor, weight: Tensor, record: Record, biased: bool = False) -> ac
         offsets=volume,
         chunk=record.chunk,
     )
-    if not record.rescaled:
-        return found
-    floor = rescaled_floor(found.floor, volume * reduced, x, weight.to(x.dtype), chunk=record.chunk)
-    return accuracy.Bound(found.eta, floor, found.formula)
+    floor = found.floor
+    if record.rescaled:
+        floor = rescaled_floor(floor, volume * reduced, x, weight.to(x.dtype), chunk=record.chunk)
+    if record.tile.endswith("_3xtf32"):
+        floor += accuracy.tf32_loss(volume * reduced, x, weight)
+    return replace(found, floor=floor)
 
 
 def reference(

@@ -1,4 +1,4 @@
-"""`voxmma bench run --config speed.yaml`: whole networks under different precision settings, side by side.
+"""`voxmma bench --config speed.yaml`: whole networks under different precision settings, side by side.
 
 Variants take turns (interleaved, in rotating order), so that drift of clocks and temperature hits all alike.
 Every row has its error against the float64 network beside its time. Switches are set for a variant's turn
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+import json
 import math
 import statistics
 import time
@@ -26,7 +28,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from voxmma import doctor, scenes, settings, torchflags
-from voxmma.nn import SparseConv3d
+from voxmma import nn as sparse
+from voxmma.nn.functional import cat
 from voxmma.policy import PrecisionPolicy
 from voxmma.voxels import Voxels
 
@@ -178,25 +181,40 @@ class _Classifier(nn.Module):
         return out
 
 
-class _SparseStack(nn.Module):
-    """Submanifold convolutions with norms and a skip connection from the first to the last.
+def _stage(c_in: int, c_out: int, kernel_size: int = 3, stride: int = 1) -> nn.Sequential:
+    """Sparse convolution, batch norm, ReLU."""
+    conv = sparse.SparseConv3d(c_in, c_out, kernel_size, stride=stride, bias=False)
+    return sparse.Sequential(conv, sparse.BatchNorm(c_out), sparse.ReLU())
 
-    The coarser levels of a U-Net need strided layers, which this version does not have.
+
+class SparseUNet(nn.Module):
+    """A U-Net on voxels: Voxels (N, channels) to logits (N, classes).
+
+    ``levels`` times down with strided convolutions, twice as wide each time, and up again with transposed
+    ones onto the voxels of the level, whose features are joined to theirs.
     """
 
-    def __init__(self, channels: int, width: int, layers: int, classes: int) -> None:
+    def __init__(self, channels: int, width: int, classes: int, levels: int = 2) -> None:
         super().__init__()
-        self.stem = SparseConv3d(channels, width, 3)
-        self.convs = nn.ModuleList(SparseConv3d(width, width, 3) for _ in range(layers))
-        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(layers))
-        self.head = nn.Linear(2 * width, classes)
+        widths = [width << level for level in range(levels + 1)]
+        self.stem = _stage(channels, width)
+        pairs = list(itertools.pairwise(widths))
+        self.down = nn.ModuleList(sparse.Sequential(_stage(a, b, 2, 2), _stage(b, b)) for a, b in pairs)
+        self.up = nn.ModuleList(
+            sparse.SparseConvTranspose3d(b, a, 2, stride=2, bias=False) for a, b in reversed(pairs)
+        )
+        self.merge = nn.ModuleList(_stage(2 * a, a) for a, _ in reversed(pairs))
+        self.head = nn.Linear(width, classes)
 
     def forward(self, voxels: Voxels) -> torch.Tensor:
-        first = x = self.stem(voxels)
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = conv(x)
-            x = x.with_feats(F.relu(norm(x.feats)))
-        out: torch.Tensor = self.head(torch.cat([first.feats, x.feats], dim=1))
+        x = self.stem(voxels)
+        skips = []
+        for down in self.down:
+            skips.append(x)
+            x = down(x)
+        for up, merge, skip in zip(self.up, self.merge, reversed(skips), strict=True):
+            x = merge(cat(up(x, coords=skip), skip))
+        out: torch.Tensor = self.head(x.feats)
         return out
 
 
@@ -238,14 +256,14 @@ def _classifier(full: bool) -> Workload:
 
 
 def _sparse_unet(full: bool) -> Workload:
-    width, layers = (64, 6) if full else (16, 2)
+    width, levels = (64, 3) if full else (16, 2)
     scene = scenes.room(rooms=4, rays=600_000) if full else scenes.room(rays=4_000)
     coords = torch.from_numpy(scene.coords(0.03 if full else 0.12))
     labels = torch.randint(len(scenes.CLASSES), (len(coords),))
     return Workload(
         "sparse_unet",
-        f"{layers + 1} submanifold layers of {width} channels, {len(coords)} voxels",
-        _SparseStack(4, width, layers, len(scenes.CLASSES)),
+        f"U-Net of {levels + 1} levels from {width} channels, {len(coords)} voxels",
+        SparseUNet(4, width, len(scenes.CLASSES), levels),
         (Voxels(coords, torch.randn(len(coords), 4)),),
         lambda out: F.cross_entropy(out, labels.to(out.device)),
     )
@@ -549,38 +567,41 @@ def register(app: typer.Typer) -> None:
         bench = typer.Typer(help="Times and errors on this machine.")
         app.add_typer(bench, name="bench")
 
-    @bench.command("run")
-    def bench_run(
-        config: Annotated[Path, typer.Option(help="YAML file; the keys are in the guide, page Benchmarks.")],
-        paranoid: Annotated[
-            bool, typer.Option("--paranoid", help="Wait after every step, check switches after every turn.")
-        ] = False,
-        out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    ) -> None:
-        """Time whole networks under the precision settings of a file, each with its error against float64.
+    bench.command("run")(command)
 
-        Exit code 1 if a variant failed or the switches of PyTorch are not as before, 2 for a bad file.
-        """
-        import json
 
-        from voxmma.cli import progress, show
+_CONFIG = typer.Option(help="YAML file; the keys are in the guide, page Benchmarks.")
 
-        try:
-            wanted = load(config.read_text())
-            with progress(len(wanted.workloads) * wanted.rounds) as advance:
-                result = run(wanted, paranoid, advance)
-        except OSError as error:
-            typer.echo(f"{config}: {error.strerror}", err=True)
-            raise typer.Exit(2) from None
-        except ConfigError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(2) from None
-        if out is not None:
-            out.write_text(json.dumps(result, indent=1) + "\n")
-        show(result, render(result), as_json)
-        bad = result["state"]["differences"] + [r["failed"] for r in result["rows"] if "failed" in r]
-        for line in bad:
-            typer.echo(line, err=True)
-        if bad:
-            raise typer.Exit(1)
+
+def command(
+    config: Annotated[Path, _CONFIG],
+    paranoid: Annotated[
+        bool, typer.Option("--paranoid", help="Wait after every step, check switches after every turn.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Time whole networks under the precision settings of a file, each with its error against float64.
+
+    Exit code 1 if a variant failed or the switches of PyTorch are not as before, 2 for a bad file.
+    """
+    from voxmma.cli import progress, show
+
+    try:
+        wanted = load(config.read_text())
+        with progress(len(wanted.workloads) * wanted.rounds) as advance:
+            result = run(wanted, paranoid, advance)
+    except OSError as error:
+        typer.echo(f"{config}: {error.strerror}", err=True)
+        raise typer.Exit(2) from None
+    except ConfigError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    show(result, render(result), as_json)
+    bad = result["state"]["differences"] + [r["failed"] for r in result["rows"] if "failed" in r]
+    for line in bad:
+        typer.echo(line, err=True)
+    if bad:
+        raise typer.Exit(1)

@@ -1,8 +1,10 @@
 """`voxmma sweep`: the error of every precision mode against fp64, held to its worst-case bound.
 
 Each row is one operation (forward, input gradient, weight gradient) in one mode, at one channel count, kernel
-volume and input family. All cells are compared, the worst of all repeats is kept, and repeats must be equal
-bit by bit. `run` measures and returns plain data, `render` makes tables of it, `save` writes JSON and a PNG.
+volume and input family. All cells are compared. Repeats must equal the first run bit by bit; one that does
+not is compared with fp64 too, and the worst is kept. The fp64 result belongs to the operands: it is computed
+once for a case and shared by all accumulators of an input format. `run` measures and returns plain data,
+voxmma.sweep_show makes tables and plots of it, voxmma.sweep_cost says beforehand what it will take.
 
 A row fails on a non-finite cell, a cell above its bound, repeats that differ, or an fp16 accumulator whose
 error is no larger than that of fp32: then the fp16 path never ran.
@@ -10,18 +12,19 @@ error is no larger than that of fp32: then the fp16 path never ran.
 
 from __future__ import annotations
 
-import json
 import math
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Group
-from rich.table import Table
 from torch import Tensor
 
 from voxmma import _C, accuracy, scenes, settings
@@ -44,7 +47,7 @@ class Mode:
     dtype: torch.dtype
     accumulator: str
     tf32: bool = False
-    """fp32 operands rounded to TF32; the reference takes the rounded ones."""
+    """fp32 operands that the kernel rounds to TF32; the reference takes the nearest TF32 numbers."""
 
     @property
     def name(self) -> str:
@@ -66,14 +69,29 @@ MODES: dict[str, Mode] = {
     )
 }
 
-# Relative difference between results of fp16 and fp32 accumulators published for this kernel family, 3x3x3,
-# by channels. The reference of that table rounds its running sum to fp16 once per kernel offset.
+# Relative difference between results of fp16 and fp32 accumulators by channels, 3x3x3, as WarpConvNet's
+# documentation gives it ("Accumulator Precision", edited 2026-05-26). Its reference rounds the running sum to
+# fp16 once per kernel offset.
 PUBLISHED = {8: 1.4e-5, 32: 2.4e-4, 128: 5.3e-4, 256: 7.5e-4}
 
 
 @dataclass(frozen=True)
+class Case:
+    """One row to be. `mode` is a key of MODES."""
+
+    volume: int
+    channels: int
+    op: str
+    family: str
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.mode}, C={self.channels}, K={self.volume}, {self.family}"
+
+
+@dataclass(frozen=True)
 class Grid:
-    """The cases of a sweep: every combination."""
+    """The cases of a sweep: every combination, volumes varying slowest, then channels."""
 
     ops: Sequence[str] = OPS
     modes: Sequence[str] = tuple(MODES)
@@ -95,11 +113,11 @@ class Grid:
         if not all(c >= 1 for c in self.channels):
             raise ValueError(f"channels must be positive, got {list(self.channels)}")
 
-    @property
-    def cases(self) -> int:
-        """Number of rows."""
-        sizes = (self.ops, self.modes, self.channels, self.volumes, self.families)
-        return math.prod(len(values) for values in sizes)
+    def cases(self) -> list[Case]:
+        """In the order in which they are measured. Modes of one input format stand together."""
+        modes = sorted(self.modes, key=list(MODES).index)
+        axes = (self.volumes, self.channels, self.ops, self.families, modes)
+        return [Case(*values) for values in product(*axes)]
 
 
 @dataclass(frozen=True)
@@ -134,9 +152,47 @@ class Row:
         return self.verdict != "ok" and not self.verdict.startswith("not run")
 
 
+# ---- what cases share ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Site:
+    """A scene, the map of one kernel on it, and the lengths of its sums."""
+
+    voxels: Voxels
+    mapping: KernelMap
+    pairs: list[tuple[Tensor, Tensor]]
+    """of `mapping`, by offset"""
+    inputs: int
+    """most offsets that an output row sums over"""
+    outputs: int
+    """most offsets by which an input row is read: the length of an input gradient's sum"""
+    longest: int
+    """most pairs of one offset: the length of a weight gradient's sum"""
+
+    def reduction(self, op: str, channels: int) -> tuple[int, int]:
+        """(n, offsets) of the longest sum: active offsets x channels; for wgrad pairs of one offset."""
+        if op == "wgrad":
+            return self.longest, 1
+        active = self.inputs if op == "fprop" else self.outputs
+        return active * channels, max(1, active)
+
+
+def site(x: Voxels, kernel_size: int) -> Site:
+    """The site of a kernel on a scene. Waits for the device."""
+    mapping = kernel_map(x.coord_set, kernel_size)
+    pairs = mapping.pairs()
+
+    def most(side: int) -> int:
+        rows = torch.cat([pair[side] for pair in pairs])
+        return int(torch.bincount(rows).max()) if len(rows) else 0
+
+    return Site(x, mapping, pairs, most(1), most(0), max((len(rows) for rows, _ in pairs), default=0))
+
+
 @dataclass(frozen=True)
 class Operands:
-    """Tensors of one case, quantised, and its fp64 result."""
+    """Tensors of one case and its fp64 result. For TF32: fp32 operands, the result of rounded ones."""
 
     x: Tensor
     weight: Tensor
@@ -145,72 +201,82 @@ class Operands:
     abs64: Tensor
 
 
-# ---- one case --------------------------------------------------------------------------------------------
-
-
 def draw(
-    op: str, family: str, dtype: torch.dtype, channels: int, mapping: KernelMap, tf32: bool = False
+    op: str, family: str, dtype: torch.dtype, channels: int, where: Site, tf32: bool = False
 ) -> Operands:
-    """Operands of a case on the map's device; the reduction of `op` sees what the family is about."""
-    device = mapping.in_coords.device
-    volume, rows = len(mapping.offsets), mapping.in_coords.num
+    """Operands of a case on the site's device; the reduction of `op` sees what the family is about."""
+    device = where.mapping.device
+    volume, rows = where.mapping.kernel_volume, where.mapping.in_coords.num
     generator = torch.Generator(device)
     generator.manual_seed(zlib.crc32(f"{op} {family} {channels} {volume}".encode()))
     drawn = FAMILIES[family]
 
-    def quantised(t: Tensor) -> Tensor:
+    def read(t: Tensor) -> Tensor:
         return accuracy.quantise(t, "tf32") if tf32 else t
 
-    first = quantised(drawn.activations((rows, channels), dtype, generator, device))
-    weight = quantised(drawn.weights((volume, channels, channels), dtype, generator, device))
+    first = drawn.activations((rows, channels), dtype, generator, device)
+    weight = drawn.weights((volume, channels, channels), dtype, generator, device)
     zeros = torch.zeros_like(first)
-    pairs = mapping.pairs()
     if op == "fprop":
-        return Operands(first, weight, zeros, *accuracy.reference_conv(first, weight, pairs, rows))
+        found = accuracy.reference_conv(read(first), read(weight), where.pairs, rows)
+        return Operands(first, weight, zeros, *found)
     if op == "dgrad":
         weight = weight.transpose(-1, -2).contiguous()
-        return Operands(zeros, weight, first, *accuracy.reference_dgrad(first, weight, pairs, rows))
-    dy = quantised(drawn.gradients((rows, channels), dtype, generator, device))
+        found = accuracy.reference_dgrad(read(first), read(weight), where.pairs, rows)
+        return Operands(zeros, weight, first, *found)
+    dy = drawn.gradients((rows, channels), dtype, generator, device)
     weight = torch.zeros(weight.shape, device=device, dtype=torch.promote_types(dtype, torch.float32))
-    return Operands(first, weight, dy, *accuracy.reference_wgrad(first, dy, pairs))
+    return Operands(first, weight, dy, *accuracy.reference_wgrad(read(first), read(dy), where.pairs))
 
 
-def execute(op: str, mode: Mode, given: Operands, x: Voxels, mapping: KernelMap) -> tuple[Tensor, Record]:
-    """The library's own result of a case, and the record of what ran."""
-    feats = given.x.clone().requires_grad_(op == "dgrad")
-    weight = given.weight.clone().requires_grad_(op == "wgrad")
-    size = (mapping.kernel_size[0], mapping.kernel_size[1], mapping.kernel_size[2])
+# ---- one case --------------------------------------------------------------------------------------------
+
+
+def execute(op: str, mode: Mode, given: Operands, where: Site) -> Iterator[tuple[Tensor, Record]]:
+    """The library's own result of a case and the record of what ran, computed anew each time it is asked for.
+
+    A gradient's forward pass runs once.
+    """
+    feats = given.x.detach().requires_grad_(op == "dgrad")
+    weight = given.weight.detach().requires_grad_(op == "wgrad")
+    size = where.mapping.kernel_size
     accumulator = None if mode.accumulator == "fp64" else mode.accumulator
-    with settings.override(fp32_precision="tf32" if mode.tf32 else "ieee"):
-        y = spatially_sparse_conv(
-            x.with_feats(feats),
-            weight,
-            size,
-            accumulator=accumulator,
-            kernel_map=mapping,
-            layer=f"sweep {op}",
-        )
-    record = y._record
-    assert record is not None
-    if op == "fprop":
-        return y.feats.detach(), record
-    (gradient,) = torch.autograd.grad(y.feats, feats if op == "dgrad" else weight, given.dy)
-    return gradient, record
+
+    def forward() -> tuple[Tensor, Record]:
+        with settings.override(fp32_precision="tf32" if mode.tf32 else "ieee"):
+            y = spatially_sparse_conv(
+                where.voxels.with_feats(feats),
+                weight,
+                size,
+                accumulator=accumulator,
+                kernel_map=where.mapping,
+                layer=f"sweep {op}",
+            )
+        assert y._record is not None
+        return y.feats, y._record
+
+    y, record = forward()
+    while op == "fprop":
+        yield y, record
+        y, record = forward()
+    leaf = feats if op == "dgrad" else weight
+    while True:
+        (gradient,) = torch.autograd.grad(y, leaf, given.dy, retain_graph=True)
+        yield gradient, record
 
 
-def reduction(op: str, channels: int, mapping: KernelMap) -> tuple[int, int]:
-    """(n, offsets) of the longest sum: active offsets x channels; for wgrad pairs of one offset."""
-    pairs = mapping.pairs()
-    if op == "wgrad":
-        return max((len(rows) for rows, _ in pairs), default=0), 1
-    rows = torch.cat([pair[1 if op == "fprop" else 0] for pair in pairs])
-    active = int(torch.bincount(rows).max()) if len(rows) else 0
-    return active * channels, max(1, active)
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def limit_of(op: str, mode: Mode, accumulator: str, channels: int, mapping: KernelMap) -> Bound:
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype are equal bit by bit. Waits for the device."""
+    bits = _BITS[a.element_size()]
+    return torch.equal(a.view(bits), b.view(bits))
+
+
+def limit_of(op: str, mode: Mode, accumulator: str, channels: int, where: Site) -> Bound:
     """The bound of a case that ran with `accumulator`. Weight gradients come out in fp32 (fp64)."""
-    n, offsets = reduction(op, channels, mapping)
+    n, offsets = where.reduction(op, channels)
     wide = torch.promote_types(mode.dtype, torch.float32)
     name, chunk = parse_accumulator(accumulator)
     operands: torch.dtype | str = "tf32" if mode.tf32 else mode.dtype
@@ -219,43 +285,62 @@ def limit_of(op: str, mode: Mode, accumulator: str, channels: int, mapping: Kern
         n,
         torch.float16 if name.startswith("fp16") else operands,
         wide if op == "wgrad" else mode.dtype,
-        accuracy.arch_of(mapping.in_coords.device),
+        accuracy.arch_of(where.mapping.device),
         offsets=offsets,
         chunk=chunk,
     )
 
 
-def measure(
-    op: str, mode: Mode, family: str, given: Operands, x: Voxels, mapping: KernelMap, repeats: int
-) -> Row:
-    """Runs a case `repeats` times and judges it."""
-    channels = given.x.shape[1]
-    wide = "fp64" if mode.dtype == torch.float64 else "fp32"
-    wanted = wide if op == "wgrad" else mode.accumulator
-    result, record = execute(op, mode, given, x, mapping)
-    ran = wide if op == "wgrad" else accumulator_label(record.accumulator, record.chunk)
-    limit = limit_of(op, mode, ran, channels, mapping)
-    if record.rescaled and op != "wgrad":
-        a, n = (given.x if op == "fprop" else given.dy), reduction(op, channels, mapping)[0]
-        chunk = record.chunk
-        floor = rescaled_floor(limit.floor, n, a, given.weight, transpose=op == "dgrad", chunk=chunk)
-        limit = replace(limit, floor=floor)
-    tile = {"fprop": record.tile, "dgrad": record.dgrad_tile, "wgrad": record.wgrad_tile}[op]
-    as_asked = ran == wanted and mode.tf32 == tile.endswith("_tf32")
-    found = accuracy.errors(result, given.y64, given.abs64, limit.floor)
-    repeatable = True
-    for _ in range(repeats - 1):
-        again, _ = execute(op, mode, given, x, mapping)
-        if not torch.equal(result, again):
+def examine(
+    results: Iterator[tuple[Tensor, Record]], given: Operands, limit: Bound, first: Tensor, repeats: int
+) -> tuple[Errors, bool]:
+    """(errors, whether all repeats equal `first` bit by bit) of `first` and of repeats - 1 more results.
+
+    The errors of a repeat that equals the first are those of the first; of one that does not they are
+    measured, and the worst of all is returned.
+    """
+    found, repeatable = accuracy.errors(first, given.y64, given.abs64, limit.floor), True
+    for again, _ in islice(results, repeats - 1):
+        if not same_bits(first, again):
             repeatable = False
             found = found.worst(accuracy.errors(again, given.y64, given.abs64, limit.floor))
+    return found, repeatable
+
+
+def measure(case: Case, given: Operands, where: Site, repeats: int) -> Row:
+    """Runs a case `repeats` times and judges it."""
+    op, mode, channels = case.op, MODES[case.mode], case.channels
+    wide = "fp64" if mode.dtype == torch.float64 else "fp32"
+    wanted = wide if op == "wgrad" else mode.accumulator
+    results = execute(op, mode, given, where)
+    first, record = next(results)
+    ran = wide if op == "wgrad" else accumulator_label(record.accumulator, record.chunk)
+    tile = {"fprop": record.tile, "dgrad": record.dgrad_tile, "wgrad": record.wgrad_tile}[op]
+    as_asked = ran == wanted and mode.tf32 == tile.endswith("_tf32")
+    if mode.tf32 and not as_asked:  # what ran read the operands as they are
+        mode = MODES["fp32 acc fp32"]
+        given = draw(op, case.family, mode.dtype, channels, where)
+    limit = limit_of(op, mode, ran, channels, where)
+    n = where.reduction(op, channels)[0]
+    operands = {
+        "fprop": (given.x, given.weight),
+        "dgrad": (given.dy, given.weight),
+        "wgrad": (given.x, given.dy),
+    }
+    a, b = operands[op]
+    if record.rescaled and op != "wgrad":
+        floor = rescaled_floor(limit.floor, n, a, b, transpose=op == "dgrad", chunk=record.chunk)
+        limit = replace(limit, floor=floor)
+    if tile.endswith("_3xtf32"):
+        limit = replace(limit, floor=limit.floor + accuracy.tf32_loss(n, a, b))
+    found, repeatable = examine(results, given, limit, first, repeats)
     return Row(
         op=op,
-        mode=mode.name,
-        family=family,
+        mode=case.mode,
+        family=case.family,
         channels=channels,
-        volume=len(mapping.offsets),
-        n=reduction(op, channels, mapping)[0],
+        volume=case.volume,
+        n=n,
         accumulator=ran,
         tile=tile,
         **found.as_dict(),  # type: ignore[arg-type]
@@ -306,10 +391,20 @@ def cross_check(rows: Sequence[Row]) -> list[Row]:
 
 
 def scene(device: torch.device, voxels: int) -> Voxels:
-    """At least `voxels` voxels of a wavy surface, without features."""
-    coords = scenes.surface(math.ceil(math.sqrt(voxels / 2)))
+    """At least `voxels` voxels of a wavy surface (about 2.5 a cell of its area), without features."""
+    side = math.ceil(math.sqrt(voxels / 2.5))
+    coords = scenes.surface(side)
+    while len(coords) < voxels:
+        side += 1
+        coords = scenes.surface(side)
     index = torch.from_numpy(coords).to(device)
     return Voxels(index, torch.zeros(len(index), 1, device=device))
+
+
+def defaults(device: torch.device, voxels: int | None, repeats: int | None) -> tuple[int, int]:
+    """(voxels, repeats): what is None becomes 200,000 and 10 on a GPU, 500 and 2 on a CPU."""
+    on_gpu = device.type == "cuda"
+    return voxels or (200_000 if on_gpu else 500), repeats or (10 if on_gpu else 2)
 
 
 def run(
@@ -319,58 +414,97 @@ def run(
     repeats: int | None = None,
     advance: Callable[[str], None] = lambda text: None,
     compare: bool = True,
+    budget: float | None = None,
+    keep: Callable[[dict[str, Any]], object] = lambda result: None,
 ) -> dict[str, Any]:
     """Runs a sweep.
 
     Args:
         device: where. grid: which cases; default all of Grid().
-        voxels: size of the scene; default 200,000 on a GPU, 500 on a CPU.
-        repeats: runs of each case; default 10 on a GPU, 2 on a CPU.
-        advance: called with a text before each of the `grid.cases` cases.
-        compare: make the comparison with the published table too.
+        voxels, repeats: size of the scene and runs of each case; see `defaults`.
+        advance: called with a text before each case.
+        compare: make the comparison with the published table too, before everything else.
+        budget: seconds after which no further case is begun; None: no limit.
+        keep: called with the result so far whenever ten seconds of work have been added to it, and before an
+            exception goes on its way.
 
     Returns:
-        Plain data: device, arch, voxels, repeats, rows (fields of Row), published (list), failed (number of
-            rows).
+        Plain data: device, arch, torch, build, voxels, pairs (by kernel volume), repeats, seconds, rows
+            (fields of Row), published (list), left_out (volume, channels, op and how many rows the budget
+            left no time for), failed (number of rows).
     """
-    grid = grid or Grid()
-    on_gpu = device.type == "cuda"
-    x = scene(device, voxels or (200_000 if on_gpu else 500))
-    repeats = repeats or (10 if on_gpu else 2)
+    begin = time.monotonic()
+    cases = (grid or Grid()).cases()
+    size, repeats = defaults(device, voxels, repeats)
+    x = scene(device, size)
+    table = published(x) if compare else []
     rows: list[Row] = []
-    for volume in grid.volumes:
-        mapping = kernel_map(x.coord_set, KERNEL_SIZES[volume])
-        for op in grid.ops:
-            for channels in grid.channels:
-                for family in grid.families:
-                    given: dict[tuple[torch.dtype, bool], Operands] = {}
-                    for name in grid.modes:
-                        mode = MODES[name]
-                        advance(f"{op} {name}, C={channels}, K={volume}, {family}")
-                        key = (mode.dtype, mode.tf32)
-                        if key not in given:
-                            given = {key: draw(op, family, mode.dtype, channels, mapping, mode.tf32)}
-                        rows.append(measure(op, mode, family, given[key], x, mapping, repeats))
-    rows = cross_check(rows)
-    return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "arch": accuracy.arch_of(device),
-        "torch": torch.__version__,
-        "build": _C.BUILD_ID,
-        "voxels": x.num_voxels,
-        "repeats": repeats,
-        "rows": [asdict(row) for row in rows],
-        "published": published(x) if compare else [],
-        "failed": sum(row.failed for row in rows),
-    }
+    pairs: dict[str, int] = {}
+
+    def result() -> dict[str, Any]:
+        checked = cross_check(rows)
+        left = Counter((case.volume, case.channels, case.op) for case in cases[len(rows) :])
+        return {
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "arch": accuracy.arch_of(device),
+            "torch": torch.__version__,
+            "build": _C.BUILD_ID,
+            "voxels": x.num_voxels,
+            "pairs": pairs,
+            "repeats": repeats,
+            "seconds": time.monotonic() - begin,
+            "rows": [asdict(row) for row in checked],
+            "published": table,
+            "left_out": [
+                {"volume": volume, "channels": channels, "op": op, "rows": count}
+                for (volume, channels, op), count in left.items()
+            ],
+            "failed": sum(row.failed for row in checked),
+        }
+
+    def begun() -> Iterator[Case]:
+        kept = begin
+        for case in cases:
+            now = time.monotonic()
+            if budget is not None and now - begin > budget:
+                return
+            if now - kept > 10:
+                keep(result())
+                kept = time.monotonic()
+            advance(str(case))
+            yield case
+
+    try:
+        for row in _rows(begun(), x, repeats, pairs):
+            rows.append(row)
+    except BaseException:  # also an interrupt
+        keep(result())
+        raise
+    return result()
 
 
-def offset_rounded(x: Tensor, weight: Tensor, mapping: KernelMap) -> Tensor:
+def _rows(cases: Iterable[Case], x: Voxels, repeats: int, pairs: dict[str, int]) -> Iterator[Row]:
+    """Measures cases one after the other; consecutive ones share what they can. Notes the maps' `pairs`."""
+    where: Site | None = None
+    given: tuple[Any, Operands] | None = None
+    for case in cases:
+        if where is None or case.volume != where.mapping.kernel_volume:
+            where = site(x, KERNEL_SIZES[case.volume])
+            pairs[str(case.volume)] = where.mapping.num_pairs
+        mode = MODES[case.mode]
+        key = (case.volume, case.channels, case.op, case.family, mode.dtype, mode.tf32)
+        if given is None or given[0] != key:
+            given = None  # frees the tensors of the one before
+            given = key, draw(case.op, case.family, mode.dtype, case.channels, where, mode.tf32)
+        yield measure(case, given[1], where, repeats)
+
+
+def offset_rounded(x: Tensor, weight: Tensor, pairs: accuracy.Pairs, n_out: int) -> Tensor:
     """A forward pass whose running sum is rounded to fp16 after each offset; products exact. (n, C_out)."""
-    y = torch.zeros(mapping.out_coords.num, weight.shape[-1], dtype=torch.float16, device=x.device)
-    for k, (in_rows, out_rows) in enumerate(mapping.pairs()):
-        product = x[in_rows].double() @ weight[k].double()
-        y[out_rows] = (y[out_rows].double() + product).half()
+    y = torch.zeros(n_out, weight.shape[-1], dtype=torch.float16, device=x.device)
+    for k, (in_rows, out_rows) in enumerate(pairs):
+        added = x[in_rows].double() @ weight[k].double()
+        y[out_rows] = (y[out_rows].double() + added).half()
     return y
 
 
@@ -380,13 +514,13 @@ def published(x: Voxels) -> list[dict[str, Any]]:
     `difference` compares our two accumulators, `per_offset` our fp16 accumulator with a reference that rounds
     once per offset, as the published reference does. Both are relative L2 norms.
     """
-    mapping = kernel_map(x.coord_set, 3)
+    where = site(x, 3)
     lines = []
     for channels, value in PUBLISHED.items():
-        given = draw("fprop", "signed", torch.float16, channels, mapping)
-        fp32, _ = execute("fprop", MODES["fp16 acc fp32"], given, x, mapping)
-        fp16, record = execute("fprop", MODES["fp16 acc fp16"], given, x, mapping)
-        rounded = offset_rounded(given.x, given.weight, mapping).double()
+        given = draw("fprop", "signed", torch.float16, channels, where)
+        fp32, _ = next(execute("fprop", MODES["fp16 acc fp32"], given, where))
+        fp16, record = next(execute("fprop", MODES["fp16 acc fp16"], given, where))
+        rounded = offset_rounded(given.x, given.weight, where.pairs, x.num_voxels).double()
         lines.append(
             {
                 "channels": channels,
@@ -401,107 +535,6 @@ def published(x: Voxels) -> list[dict[str, Any]]:
 
 def _rel_l2(y: Tensor, reference: Tensor) -> float:
     return accuracy.errors(y, reference, reference.abs()).rel_l2
-
-
-# ---- showing ---------------------------------------------------------------------------------------------
-
-
-def render(result: dict[str, Any]) -> Group:
-    """Worst family per op, mode, channels and volume; every failed row; the published table."""
-    title = f"{result['device']}, {result['voxels']:,} voxels, worst of {result['repeats']} runs, all cells"
-    columns = ("op", "mode", "C", "K", "worst family", "max eta", "p99 eta", "bound", "of bound", "rel-L2")
-    worst = Table(*columns, "max_rel", "non-finite", "verdict", title=title)
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        groups.setdefault((row["op"], row["mode"], row["channels"], row["volume"]), []).append(row)
-    for (op, mode, channels, volume), rows in groups.items():
-        bad = [row for row in rows if row["verdict"] != "ok"]
-        row = max(bad or rows, key=lambda r: r["ratio"])
-        worst.add_row(
-            op,
-            mode,
-            str(channels),
-            str(volume),
-            row["family"],
-            *(f"{row[key]:.2e}" for key in ("max_eta", "p99_eta", "bound")),
-            f"{row['ratio']:.1%}",
-            *(f"{max(r[key] for r in rows):.2e}" for key in ("rel_l2", "max_rel")),
-            str(sum(r["nonfinite"] for r in rows)),
-            row["verdict"] + (f" ({len(bad)} of {len(rows)})" if bad else ""),
-        )
-    tables: list[Any] = [worst]
-    if result["published"]:
-        table = Table(
-            "C",
-            "published",
-            "ours, fp16 against fp32",
-            "ours against a reference rounding once per offset",
-            title="fp16 accumulators, relative difference (3x3x3, signed)",
-            caption="The published reference rounds to fp16 once per offset itself, so it shares most of the "
-            "rounding; the second column of ours has no fp16 in its reference.",
-        )
-        for line in result["published"]:
-            table.add_row(
-                str(line["channels"]),
-                *(f"{line[key]:.1e}" for key in ("published", "difference", "per_offset")),
-            )
-        tables.append(table)
-    return Group(*tables)
-
-
-def save(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes sweep.json and sweep.png into `folder`, which is made if need be; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data, picture = folder / "sweep.json", folder / "sweep.png"
-    data.write_text(json.dumps(plain(result), indent=1, allow_nan=False) + "\n")
-    plot(result, picture)
-    return [data, picture]
-
-
-def plain(value: Any) -> Any:
-    """A result as JSON can hold it: infinite figures as the string 'inf'."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Error against channels by mode: rel-L2 of signed inputs above, worst max eta with its bound below."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    ran = [row for row in result["rows"] if not row["verdict"].startswith("not run")]
-    ops = [op for op in OPS if any(row["op"] == op for row in ran)]
-    volume = max((row["volume"] for row in ran), key=lambda v: (v == 27, v), default=27)
-    figure = Figure(figsize=(5.2 * max(1, len(ops)), 8), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(f"Error against fp64, {result['device']}, {result['voxels']:,} voxels, K = {volume}")
-    for column, op in enumerate(ops):
-        l2 = figure.add_subplot(2, len(ops), column + 1)
-        eta = figure.add_subplot(2, len(ops), len(ops) + column + 1)
-        for number, mode in enumerate(MODES):
-            rows = [r for r in ran if (r["op"], r["mode"], r["volume"]) == (op, mode, volume)]
-            channels = sorted({row["channels"] for row in rows})
-            color = f"C{number}"
-            signed = {row["channels"]: row["rel_l2"] for row in rows if row["family"] == "signed"}
-            worst = [max(r["max_eta"] for r in rows if r["channels"] == c) for c in channels]
-            limit = [max(r["bound"] for r in rows if r["channels"] == c) for c in channels]
-            l2.plot(list(signed), list(signed.values()), "o-", color=color, label=mode)
-            eta.plot(channels, worst, "o-", color=color)
-            eta.plot(channels, limit, "--", color=color, linewidth=1)
-        scalable = any(0 < row["rel_l2"] < math.inf for row in ran if row["op"] == op)
-        for axes, label in ((l2, "rel-L2, signed inputs"), (eta, "max eta, worst family (dashed: bound)")):
-            axes.set(xlabel="channels", ylabel=label, title=op)
-            axes.set_yscale("log" if scalable else "linear")
-            axes.set_xscale("log", base=2)
-            ticks = sorted({row["channels"] for row in ran})
-            axes.set_xticks(ticks, [str(tick) for tick in ticks])
-            axes.grid(alpha=0.3)
-        if column == 0:
-            l2.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
 
 
 # ---- command line ----------------------------------------------------------------------------------------
@@ -526,14 +559,20 @@ def sweep(
     families: Annotated[str, typer.Option(help="Comma-separated input families.")] = ",".join(FAMILIES),
     voxels: Annotated[int | None, typer.Option(help="Default 200000 on a GPU, 500 on a CPU.", min=1)] = None,
     repeats: Annotated[int | None, typer.Option(help="Default 10 on a GPU, 2 on a CPU.", min=1)] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds after which no further row is begun.", min=0)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only estimate the work and its time.")] = False,
+    plots: Annotated[bool, typer.Option(help="Draw sweep.png, which needs matplotlib.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Measure the error of every precision mode against fp64 and hold it to its worst-case bound.
 
-    The exit code is 1 if a bound is broken, a cell is not finite, repeats differ, or an fp16 accumulator
-    shows no fp16 error.
+    Volumes, and within them channels, are measured in the order given. sweep.json is written every ten
+    seconds, so that a run that is cut off keeps what it has. The exit code is 1 if a bound is broken, a cell
+    is not finite, repeats differ, or an fp16 accumulator shows no fp16 error.
     """
-    from voxmma import cli, doctor
+    from voxmma import cli, doctor, sweep_cost, sweep_show
 
     target = torch.device(device) if device else doctor.usable_devices()[-1]
     try:
@@ -543,11 +582,22 @@ def sweep(
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    with cli.progress(grid.cases) as advance:
-        result = run(target, grid, voxels, repeats, advance)
-    written = save(result, out)
-    cli.show(plain(result), render(result), as_json)
+    if dry_run:
+        estimate = sweep_cost.estimate(target, grid, voxels, repeats, budget)
+        cli.show(estimate, sweep_cost.render(estimate), as_json)
+        return
+    with cli.progress(len(grid.cases())) as advance:
+        keep = partial(sweep_show.write, out)
+        result = run(target, grid, voxels, repeats, advance, budget=budget, keep=keep)
+    written = [sweep_show.write(out, result)]
+    if plots and result["rows"]:
+        written.append(out / "sweep.png")
+        sweep_show.plot(result, written[-1])
+    cli.show(sweep_show.plain(result), sweep_show.render(result), as_json)
     typer.echo(f"written: {', '.join(str(path) for path in written)}", err=True)
+    if result["left_out"]:
+        rows = sum(part["rows"] for part in result["left_out"])
+        typer.echo(f"the budget of {budget:g} s left out {rows} of {len(grid.cases())} rows", err=True)
     if result["failed"]:
         typer.echo(f"{result['failed']} of {len(result['rows'])} rows failed", err=True)
         raise typer.Exit(1)

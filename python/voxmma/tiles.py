@@ -1,8 +1,9 @@
 """The tile table, and the one place that chooses from it.
 
-`plan_call` decides a call's accumulator and its three tiles; it is a pure function of its arguments, so a
-call under torch.compile takes the same decision as an eager one. `select_tile` is the selector proper.
-`tiles()` shows the table.
+`plan_call` decides a call's accumulator and its three tiles; it is a function of its arguments and of what is
+on record, so a call under torch.compile takes the same decision as an eager one. `select_tile` is the
+selector proper. Where `voxmma tune` has measured a call on this card, its winner goes before the heuristic
+(voxmma.tunecache); only tiles of the accumulator that was decided compete. `tiles()` shows the table.
 
 An fp16-accumulator tile can be chosen in these ways only, and never against a False:
 
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from voxmma import _C, settings
+from voxmma import _C, settings, tunecache
 from voxmma.settings import DEFAULT_POOLS, AlgoMode, Pools
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -158,9 +159,43 @@ class TileChoice:
 
     name: str
     reason: str
+    tuned: bool = False
 
 
 # ---- the selector ------------------------------------------------------------------------------------------
+
+
+def legal(
+    op: str,
+    dtype: torch.dtype,
+    accumulator: str,
+    capability: tuple[int, int],
+    fp32_precision: str = "ieee",
+) -> list[Tile]:
+    """The tiles that can run an operation, whatever its channels: arguments as of `select_tile`.
+
+    For fp32 operands and 'tf32' single-pass TF32 tiles and plain FMAs, where there is such a tile.
+    """
+    accum, chunk = parse_accumulator(accumulator)
+    kind = "wgrad" if op == "wgrad" else "fprop"
+    pool = [
+        tile
+        for tile in compiled()
+        if (tile.op, tile.input, tile.accum) == (kind, DTYPE_NAMES[dtype], accum)
+        and (accum != _PROMOTED or tile.promote == chunk)
+        and tile.runs_on(capability)
+    ]
+    single_pass = [tile for tile in pool if tile.scheme == "tf32"]
+    if dtype == torch.float32 and fp32_precision == "tf32" and single_pass:
+        return [tile for tile in pool if tile.scheme == "tf32" or tile.atom == "SIMT"]
+    return [tile for tile in pool if tile not in single_pass]
+
+
+def _tuned(op: str, won: tunecache.Winner, heuristic: str) -> str:
+    """Why a measured tile was chosen."""
+    found = "the heuristic's choice confirmed" if won.tile == heuristic else f"{won.gain:.2f}x {heuristic}"
+    again = f", {won.measurements} measurements" if won.measurements > 1 else ""
+    return f"{op} tuned: {found}, of {won.tiles} tiles{again}"
 
 
 def _covering(block: int, channels: int) -> tuple[bool, int]:
@@ -178,8 +213,9 @@ def select_tile(
     target: torch.device | str | tuple[int, int] = "cpu",
     mode: AlgoMode = ("auto",),
     fp32_precision: str = "ieee",
+    volume: int = 0,
 ) -> TileChoice:
-    """Chooses the tile of one operation.
+    """Chooses the tile of one operation: the one that `voxmma tune` found fastest, else by a heuristic.
 
     Args:
         op: 'fwd', 'dgrad' or 'wgrad'.
@@ -192,6 +228,8 @@ def select_tile(
             run this call; when none can, the whole pool is used and the reason says so.
         fp32_precision: for fp32 inputs: 'ieee' never takes a single-pass TF32 tile, 'tf32' takes one where
             there is one.
+        volume: offsets of the kernel; measurements (voxmma.tunecache) are asked where it is given, `target`
+            is a device and `mode` a word.
 
     Raises RuntimeError naming what is missing when this build has no kernel for the call.
     """
@@ -199,29 +237,20 @@ def select_tile(
         raise ValueError(f"op must be one of {', '.join(settings.OPS)}, got {op!r}")
     accum, chunk_wanted = parse_accumulator(accumulator)
     tf32 = dtype == torch.float32 and fp32_precision == "tf32"
+    device: torch.device | None = None
     if not isinstance(target, tuple):
-        target = torch.device(target)
-        if target.type == "cpu":
+        device = torch.device(target)
+        if device.type == "cpu":
             suffix = f"_p{'off' if chunk_wanted == -1 else chunk_wanted}" if chunk_wanted else ""
             return TileChoice(f"cpu{'_tf32' if tf32 else suffix}", "CPU path")
-        target = torch.cuda.get_device_capability(target)
+        target = torch.cuda.get_device_capability(device)
     kind = "wgrad" if op == "wgrad" else "fprop"
     reduced, written = (
         (c_out // groups, c_in // groups) if op == "dgrad" else (c_in // groups, c_out // groups)
     )
 
-    pool = [
-        tile
-        for tile in compiled()
-        if (tile.op, tile.input, tile.accum) == (kind, DTYPE_NAMES[dtype], accum)
-        and (accum != _PROMOTED or tile.promote == chunk_wanted)
-        and tile.runs_on(target)
-    ]
-    single_pass = [tile for tile in pool if tile.scheme == "tf32"]
-    tf32 = tf32 and bool(single_pass)
-    pool = [t for t in pool if t.scheme == "tf32" or t.atom == "SIMT"] if tf32 else [
-        tile for tile in pool if tile not in single_pass
-    ]  # fmt: skip
+    pool = legal(op, dtype, accumulator, target, fp32_precision)
+    tf32 = tf32 and any(tile.scheme == "tf32" for tile in pool)
     if not pool:
         built = f"for {', '.join(_C.CUDA_ARCHS)}" if compiled() else "without CUDA"
         raise RuntimeError(
@@ -230,7 +259,8 @@ def select_tile(
             f"{target[0]}.{target[1]}{'a' if target[0] == 9 else ''}"
         )
     note = ""
-    if mode[0] not in settings.ALGO_MODE_WORDS:
+    free = mode[0] in settings.ALGO_MODE_WORDS
+    if not free:
         named = [tile for tile in pool if tile.name in mode]
         note = (
             f" of {op} pool [{', '.join(mode)}]"
@@ -260,6 +290,12 @@ def select_tile(
         )
 
     best = min(pool, key=rank)
+    if free and volume and device is not None:
+        names = (DTYPE_NAMES[dtype], accumulator_label(accum, chunk_wanted))
+        key = tunecache.Key(op, *names, c_in, c_out, groups, volume, "tf32" if tf32 else "ieee")
+        won = tunecache.table(device).choose(key, best.name, [tile.name for tile in pool])
+        if won is not None:
+            return TileChoice(won.tile, _tuned(op, won, best.name), tuned=True)
     if best.atom == "SIMT":
         if groups > 1 and small:
             why = f"groups of {min(reduced, written)} channels"
@@ -294,6 +330,7 @@ def plan_call(
     target: torch.device | tuple[int, int],
     pools: Pools = DEFAULT_POOLS,
     chunk: int = 0,
+    volume: int = 0,
 ) -> Plan:
     """Decides one convolution call.
 
@@ -302,6 +339,7 @@ def plan_call(
         c_in, c_out, groups: channels of the layer; target: device, or compute capability.
         pools: what settings.get_pools() answered.
         chunk: of a promoted fp16 accumulator, when `requested` asks for that; 0 = not promoted.
+        volume: offsets of the kernel; 0 = unknown, so that no measurement is looked up.
 
     Returns:
         (accumulator, reason, tile, dgrad_tile, wgrad_tile), all strings. Forward and input gradient run with
@@ -310,15 +348,24 @@ def plan_call(
         through voxmma.overflow.conv_rescaled (see `rescaled`).
     """
     evidence = ""
-    admits = requested or pools[0][0] not in ("auto", "trimmed") or pools[3] > 0
-    if admits and dtype in _HALF and isinstance(target, torch.device) and target.type == "cuda":
+    if asks_gate(dtype, requested, target, pools):
         from voxmma import gate
 
         evidence = gate.stamp()
-    return _plan_call(dtype, requested, decided_by, c_in, c_out, groups, target, pools, chunk, evidence)
+    tuned = tunecache.stamp(target) if volume else 0
+    shape = (c_in, c_out, groups, target)
+    return _plan_call(dtype, requested, decided_by, *shape, pools, chunk, evidence, volume, tuned)
 
 
 _HALF = (torch.float16, torch.bfloat16)
+
+
+def asks_gate(
+    dtype: torch.dtype, requested: bool, target: torch.device | tuple[int, int], pools: Pools = DEFAULT_POOLS
+) -> bool:
+    """Whether what is on record at the gate can decide a call; arguments as of `plan_call`."""
+    admits = requested or pools[0][0] not in ("auto", "trimmed") or pools[3] > 0
+    return admits and dtype in _HALF and isinstance(target, torch.device) and target.type == "cuda"
 
 
 def rescaled(dtype: torch.dtype, accumulator: str, decided_by: str, fp16_rescale: bool) -> bool:
@@ -346,8 +393,13 @@ def _plan_call(
     pools: Pools,
     chunk: int,
     evidence: str,
+    volume: int,
+    tuned: int,
 ) -> Plan:
-    """`evidence`: the state of the gate's records, gate.stamp(), so that new verdicts are seen; '' = none."""
+    """`evidence`: the state of the gate's records, gate.stamp(), so that new verdicts are seen; '' = none.
+
+    `tuned`: the same of the measurements, tunecache.stamp().
+    """
     fwd_mode, dgrad_mode, wgrad_mode, small_ch_ceil, fp32_precision = pools
     on_cpu = isinstance(target, torch.device) and target.type == "cpu"
     exact = "fp64" if dtype == torch.float64 else "fp32"
@@ -356,12 +408,13 @@ def _plan_call(
 
     def tiles_for(accumulator: str, reason: str) -> Plan:
         operands = dtype if accumulator == exact else torch.float16
-        forward = select_tile("fwd", operands, accumulator, *shape, fwd_mode, fp32_precision)
-        dgrad = select_tile("dgrad", operands, accumulator, *shape, dgrad_mode, fp32_precision)
-        wgrad = select_tile("wgrad", dtype, exact, *shape, wgrad_mode, fp32_precision)
+        forward = select_tile("fwd", operands, accumulator, *shape, fwd_mode, fp32_precision, volume)
+        dgrad = select_tile("dgrad", operands, accumulator, *shape, dgrad_mode, fp32_precision, volume)
+        wgrad = select_tile("wgrad", dtype, exact, *shape, wgrad_mode, fp32_precision, volume)
         reasons = [reason, forward.reason]
         for choice, mode in ((dgrad, dgrad_mode), (wgrad, wgrad_mode)):
-            reasons += [] if mode[0] in settings.ALGO_MODE_WORDS else [choice.reason]
+            said = choice.tuned or mode[0] not in settings.ALGO_MODE_WORDS
+            reasons += [choice.reason] if said else []
         accum = parse_accumulator(accumulator)[0]
         return accum, "; ".join(reasons), forward.name, dgrad.name, wgrad.name
 
@@ -372,7 +425,7 @@ def _plan_call(
         """
         try:
             chosen = [
-                select_tile(op, torch.float16, narrow, *shape, mode).name
+                select_tile(op, torch.float16, narrow, *shape, mode, volume=volume).name
                 for op, mode in (("fwd", fwd_mode), ("dgrad", dgrad_mode))
             ]
         except RuntimeError as error:
@@ -429,7 +482,10 @@ def _plan_call(
     return tiles_for("fp32", "default")
 
 
-_RESCALED = "; bf16 operands become fp16 by powers of two on the device, the result is divided by them"
+_RESCALED = (
+    "; bf16 operands become fp16 by powers of two on the device, the result is divided by them; a value that "
+    "lands among fp16's subnormals loses bits (voxmma.OverflowGuard counts such calls)"
+)
 
 
 def _has_tf32() -> bool:

@@ -34,10 +34,19 @@ struct Pass {
   int uniq_count;   // unique input rows, 0..kUniqueMax
 };
 
+// A row of a schedule, the order in which kernels take the tiles. There are two: the balanced one has the tiles of a
+// window heaviest first, so that workers who are dealt tiles in turn get nearly the same sum; a window is small enough
+// that the tiles worked on at a time stay neighbours and share input rows in L2. The other is the Morton order.
+struct ScheduledTile {
+  int tile;                // 0..T-1: rows tile * kTileM ... of `order`
+  int first_pass, passes;  // its passes
+  int cost;                // offsets used by each 64-row block, summed
+};
+
 // Device pointers of a tile plan. T = tiles = ceil(n_out / kTileM), K = kernel_volume.
 struct PlanView {
   const int* order;            // [T * kTileM] caller's output row of each tile row; -1 pads the last tile
-  const int2* tile_pass;       // [T] {first pass, number of passes}
+  const ScheduledTile* schedule;  // [2][T] balanced, then in Morton order
   const Pass* passes;          // [number of passes, in no particular order between tiles]
   const uint32_t* frag;        // [passes][kFrags] bit j: offset k_begin + j has a neighbour in that fragment
   const int* uniq;             // unique input rows of all passes
@@ -111,53 +120,151 @@ size_t packed_weight_bytes(const PackArgs&);
 cudaError_t pack_weight(const PackArgs&, cudaStream_t);
 
 // ---- coordinates and maps -------------------------------------------------------------------------------------
-// Packed key of (batch, x, y, z): kCoordBits bits an axis, biased by kCoordBias, Morton-interleaved, batch above them.
 inline constexpr int kCoordBits = 18;                       // -131072 .. 131071
 inline constexpr int kCoordBias = 1 << (kCoordBits - 1);
-inline constexpr int kBatchMax = 1022;                      // batch 0..1022; the all-ones key marks an empty slot
+inline constexpr int kBatchMax = 1022;                      // batch 0 .. 1022
+inline constexpr int kMaxKernel = 9;                        // offsets along an axis
+inline constexpr int kMaxStride = 4096;
 
-// What index_coords found out, in device memory. Rows are -1 when there is nothing to report.
+// The 2x2x2 voxels of one batch with the same x >> 1, y >> 1, z >> 1. Voxels of a brick are neighbours in Morton order:
+// the k-th set bit of `mask`, from bit 0, is the voxel of rank first + k. The rank of a voxel is its place in the order.
+struct alignas(16) Brick {
+  uint32_t key[2];  // of a slot of the hash table; the upper word is all ones where the slot is empty
+  int first;
+  uint32_t mask;    // bit (x & 1) * 4 + (y & 1) * 2 + (z & 1)
+};
+
+// A box around coordinates (batch, x, y, z): low <= v < low + 2^bits. low is even on x, y and z, so that Morton codes
+// of v - low keep bricks together. 64 bits in all are enough for every packable coordinate.
+struct CoordBox {
+  int low[4], bits[4];
+};
+int bits_of(const CoordBox& box);                               // in all
+CoordBox box_around(const int* min, const int* max);            // [4] each; empty where min > max
+
+inline constexpr int kSortBits = 32;
+
+// What order_coords found out, in device memory. -1 when there is nothing to report.
 struct CoordStats {
-  int64_t bad_row;        // smallest row outside the packable range
-  int64_t duplicate_row;  // smallest row whose coordinate stands in an earlier row too
-  int64_t twin_row;       // the earliest row with that coordinate
-  int min[4], max[4];     // over b, x, y, z
+  int64_t bad_row;    // smallest row outside the packable range
+  int64_t duplicate;  // smallest row that repeats an earlier one << 32 | the earliest such row
+  int64_t bricks;
+  int min[4], max[4];
 };
 
-struct IndexArgs {
-  const int* coords;   // (n, 4) b,x,y,z contiguous
+// Order of the rows along a Morton curve, rows of one place in the caller's order.
+struct OrderArgs {
+  const int* coords;     // (n, 4) b,x,y,z contiguous, 16-byte aligned
   int64_t n;
-  uint64_t* keys;      // [capacity] open-addressing hash table: packed key
-  int* rows;           // [capacity] its row
-  int64_t capacity;    // power of two >= 2 n, from hash_capacity(n)
-  int* order;          // [n] rows in Morton order (stable)
-  CoordStats* stats;
-  void* workspace;
+  const CoordBox* box;   // around all rows. Null: found out on the device, and rows are sorted by the lowest kSortBits
+                         // bits alone: call again with box_around(stats->min, stats->max) if that has more
+  CoordStats* stats;     // null: rows are known to be valid
+  int* order;            // [n] row of each rank
+  void* workspace;       // order_workspace(n) bytes, 256-byte aligned
 };
-int64_t hash_capacity(int64_t n);
-size_t index_workspace(int64_t n);
-cudaError_t index_coords(const IndexArgs&, cudaStream_t);
+size_t order_workspace(int64_t n);
+cudaError_t order_coords(const OrderArgs&, cudaStream_t);
+
+// Hash table of the bricks of an ordered set. `bricks` -1: not known.
+int64_t brick_capacity(int64_t n, int64_t bricks);
+cudaError_t build_bricks(const int* coords, const int* order, int64_t n, Brick* table, int64_t capacity, cudaStream_t);
+
+// Output coordinates of a layer, first step: keys of all distinct sites that the rows lead to, in no order.
+//   to_children: row * stride - padding + k * dilation for every k; else the s with s * stride - padding + k * dilation =
+//   row for some k
+struct ExpandStats {       // device memory, zero before the first piece
+  int64_t count;           // distinct keys so far
+  int64_t outside;         // not 0: a site lies outside the packable range
+};
+struct ExpandArgs {
+  const int* coords; int64_t n;   // (n, 4) rows of this piece
+  int size[3], stride[3], dilation[3], padding[3];
+  bool to_children;
+  CoordBox box;            // around all packable sites
+  void* table; int64_t capacity;  // hash table of keys, all bytes 0xff before the first piece
+  void* keys;              // room for expand_bound(args) more than `count`
+  ExpandStats* stats;
+};
+size_t key_bytes(const CoordBox& box);               // of one key: 4 or 8
+int64_t expand_bound(const ExpandArgs& args);        // most sites that the rows lead to
+int64_t expand_capacity(int64_t keys);               // slots of a table for that many keys
+cudaError_t expand_coords(const ExpandArgs&, cudaStream_t);
+// Puts `count` distinct keys into an empty, larger table.
+cudaError_t rehash_keys(const CoordBox& box, const void* keys, int64_t count, void* table, int64_t capacity,
+                        cudaStream_t);
+// Second step: (count, 4) coordinates sorted by (batch, x, y, z).
+size_t unpack_workspace(const CoordBox& box, int64_t count);
+cudaError_t unpack_keys(const CoordBox& box, const void* keys, int64_t count, int* coords, void* workspace,
+                        cudaStream_t);
 
 // Builds a tile plan: the neighbour of output row i under offset k is the input row at
-//   q = (out_coord * mul + add[k]), required divisible by div in every axis, q / div   (batch unchanged).
+//   q = out_coord * mul + start + index_of_k * step, required divisible by div in every axis, q / div (batch unchanged),
+// index_of_k lexicographic, last axis fastest.
 struct PlanStats {        // device memory; on overflow of a capacity the counts still say what is needed
   int64_t uniq4;          // entries of uniq used, in units of 4
   int64_t passes;         // passes used
   int64_t pairs;          // (offset, output row) pairs with a neighbour
 };
 struct PlanArgs {
-  const int* out_coords; const int* out_order; int64_t n_out;   // Morton order of the output rows
-  const uint64_t* keys; const int* rows; int64_t capacity; int64_t n_in;  // hash table of the input rows
-  const int* add;       // device (K, 3)
-  int mul[3], div[3];
-  int kernel_volume;
-  int* order; int2* tile_pass; Pass* passes; uint32_t* frag; int* uniq; uint16_t* local;  // PlanView, to be written
+  const int* out_coords; const int* out_order; int64_t n_out;   // row of each rank of the outputs
+  const Brick* bricks; int64_t capacity; const int* in_order; int64_t n_in;  // of the inputs
+  int size[3], start[3], step[3], mul[3], div[3];
+  // PlanView, to be written:
+  int* order; ScheduledTile* schedule; Pass* passes; uint32_t* frag; int* uniq; uint16_t* local;
   int64_t pass_capacity, uniq4_capacity;
   PlanStats* stats;
+  int sm_count;           // of the device: the windows of the schedule fit it
 };
+// Capacities that always suffice; a plan rarely comes near them.
+void plan_bounds(const PlanArgs&, int64_t* passes, int64_t* uniq4);
 cudaError_t build_plan(const PlanArgs&, cudaStream_t);
 
 // Neighbour table (K, n_out) int32, -1 = none, from a plan: for inspection and tests.
 cudaError_t plan_to_table(const PlanView&, int* table, cudaStream_t);
+
+// ---- pooling ----------------------------------------------------------------------------------------------------
+// Over the inputs x[j] that the plan gives output row i under offsets 0..K-1, in this order, channel by channel:
+//   sum   y[i] = sum of x[j] / in_count[j], divided by out_count[i]; counts below 1 are 1
+//   max   the largest, the first of equals; a NaN beats every number, the first NaN stays; 0 where there is none
+//   min   the smallest, likewise
+//   pick  x[j] under offset winner[i], 0 where that has no input
+//   put   sum of those x[j] whose winner[j] is the offset they come under: the transpose of pick and gradient of max
+// Half types are added and divided in fp32 and rounded once.
+enum class PoolOp : int { sum = 0, max = 1, min = 2, pick = 3, put = 4 };
+struct PoolArgs {
+  PlanView plan;
+  PoolOp op;
+  DType dtype;           // of x and y
+  bool mirror;           // offset k is the plan's K-1-k: the opposite direction of a symmetric map
+  const void* x;         // (n_in, channels), `ldx` elements from row to row
+  int64_t ldx;
+  void* y;               // (n_out, channels) contiguous
+  int64_t channels;
+  const int* in_count;   // sum: [n_in] or null
+  const int* out_count;  // sum: [n_out] or null
+  void* winner;          // contiguous, in winner_bytes(K): an offset, K = none. max, min: (n_out, channels), written
+                         // unless null; pick: (n_out, channels), put: (n_in, channels), read
+};
+constexpr int winner_bytes(int kernel_volume) { return kernel_volume < 256 ? 1 : 2; }
+cudaError_t pool(const PoolArgs&, cudaStream_t);
+
+// How many inputs every output row has: [n_out].
+cudaError_t neighbor_counts(const PlanView&, int* counts, cudaStream_t);
+
+// One level of a reduction over samples (voxmma/segments.py): block b is entries starts[b] .. starts[b + 1] - 1 of
+// `rows`, the last one to the end. Rows are added, or compared, in this order.
+struct SegmentArgs {
+  const void* x;              // (n, channels), `ldx` elements from row to row
+  int64_t ldx;
+  DType dtype;
+  int64_t channels;
+  const int64_t* rows; int64_t n_rows;
+  const int64_t* starts; int64_t blocks;
+  const int64_t* candidates;  // argmax: (n, channels) rows of x that entries of `rows` stand for, -1 = none; or null
+  void* out;                  // sum: (blocks, channels) in fp32, of fp64 in fp64
+                              // argmax: int64 (blocks, channels), the first row of x with the largest value, -1 = none
+};
+cudaError_t segment_sum(const SegmentArgs&, cudaStream_t);
+cudaError_t segment_argmax(const SegmentArgs&, cudaStream_t);  // NaN as in PoolOp::max
 
 }  // namespace voxmma

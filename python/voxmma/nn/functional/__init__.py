@@ -22,18 +22,23 @@ from voxmma.nn.functional.norm import (
     tanh,
 )
 from voxmma.nn.functional.pool import (
+    PoolIndices,
     avg_pool,
     global_avg_pool,
     global_max_pool,
     global_sum_pool,
     max_pool,
+    max_pool_with_indices,
+    max_unpool,
     min_pool,
+    min_pool_with_indices,
     sum_pool,
     unpool,
 )
 from voxmma.nn.functional.sparse_conv import sparse_conv_transpose, spatially_sparse_conv
 
 __all__ = [
+    "PoolIndices",
     "add",
     "add_union",
     "avg_pool",
@@ -52,7 +57,10 @@ __all__ = [
     "lift",
     "linear",
     "max_pool",
+    "max_pool_with_indices",
+    "max_unpool",
     "min_pool",
+    "min_pool_with_indices",
     "relu",
     "rms_norm",
     "sigmoid",

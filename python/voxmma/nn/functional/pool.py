@@ -1,7 +1,8 @@
 """Pooling of Voxels over kernel windows and over samples, and its opposite.
 
-Windows run over the neighbour table of the kernel map, one gather an offset, on every device. Nothing is
-scattered: gradients gather over the opposite table, so results repeat bit by bit.
+Windows are ops over the kernel map (torch.ops.voxmma.pool_*), each output a gather of its inputs in the order
+of the offsets. Nothing is scattered: gradients gather over the opposite direction, so results repeat bit by
+bit, and CPU and GPU add in the same order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from voxmma.coords import CoordSet
-from voxmma.kernel_map import KernelMap, neighbor_table
+from voxmma.kernel_map import KernelMap
 from voxmma.nn.functional.sparse_conv import (
     KernelSize,
     Target,
@@ -21,124 +22,8 @@ from voxmma.nn.functional.sparse_conv import (
     resolve_map,
     stride_triple,
 )
-from voxmma.segments import BLOCK, sample_mean, sample_sum, tree
+from voxmma.segments import sample_argmax, sample_mean, sample_sum
 from voxmma.voxels import FEATURE_DTYPES, Voxels
-
-# ---- linear operators over a map, differentiable any number of times ---------------------------------------
-
-
-class _Map:
-    """Both directions of a map as tensors, for autograd: they outlive KernelMap.free()."""
-
-    def __init__(self, made: KernelMap, both: bool) -> None:
-        self.volume = made.kernel_volume
-        self.symmetric = made.symmetric
-        self.n_in, self.n_out = made.in_coords.num, made.out_coords.num
-        self.tensors = made.tensors
-        self.opposite = made.transposed().tensors if both else []
-
-    def table(self, transposed: bool) -> Tensor:
-        """(K, rows) neighbour table, int32, -1 for none; transposed: of the opposite direction."""
-        if not transposed:
-            return neighbor_table(self.tensors, self.volume, self.n_out)
-        table = neighbor_table(self.opposite, self.volume, self.n_in)
-        return table.flip(0) if self.symmetric else table
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums of this dtype are kept in."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _gather(values: Tensor, rows: Tensor) -> Tensor:
-    """Rows (M,) of `values`; row 0 for -1. `values` has at least one row."""
-    return values.index_select(0, rows.clamp(min=0))
-
-
-class _Sum(torch.autograd.Function):
-    """y[i] = sum over k of x[table[k, i]], in the order of k, in fp32 for half dtypes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, over: _Map, transposed: bool, out_dtype: torch.dtype) -> Tensor:
-        ctx.over, ctx.transposed, ctx.dtype = over, transposed, x.dtype
-        rows = over.n_in if transposed else over.n_out
-        y = x.new_zeros((rows, x.shape[1]), dtype=_wide(x.dtype))
-        if x.shape[0]:
-            for row in over.table(transposed):
-                y += _gather(x, row).masked_fill_((row < 0).unsqueeze(1), 0)
-        return y.to(out_dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Sum.apply(grad, ctx.over, not ctx.transposed, ctx.dtype), None, None, None
-
-
-class _Extreme(torch.autograd.Function):
-    """The largest (smallest) input of each window and channel, 0 for an empty window."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, over: _Map, largest: bool) -> Tensor:
-        best, chosen = _choose(x, over, largest)
-        ctx.over, ctx.chosen = over, chosen
-        return best
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Return.apply(grad, ctx.over, ctx.chosen), None, None
-
-
-class _Pick(torch.autograd.Function):
-    """y[i, c] = x[table[chosen[i, c], i], c], 0 where `chosen` (n_out, C) is -1."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, over: _Map, chosen: Tensor) -> Tensor:
-        ctx.over, ctx.chosen = over, chosen
-        y = x.new_zeros(chosen.shape)
-        if x.shape[0]:
-            for k, row in enumerate(over.table(False)):
-                y = torch.where(chosen == k, _gather(x, row), y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Return.apply(grad, ctx.over, ctx.chosen), None, None
-
-
-class _Return(torch.autograd.Function):
-    """The transpose of _Pick: x[j, c] = sum of y[i, c] over the outputs i that picked row j."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, over: _Map, chosen: Tensor) -> Tensor:
-        ctx.over, ctx.chosen = over, chosen
-        x = y.new_zeros((over.n_in, y.shape[1]), dtype=_wide(y.dtype))
-        if y.shape[0]:
-            for k, row in enumerate(over.table(True)):
-                picked = (_gather(chosen, row) == k) & (row >= 0).unsqueeze(1)
-                x += torch.where(picked, _gather(y, row), 0)
-        return x.to(y.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Pick.apply(grad, ctx.over, ctx.chosen), None, None
-
-
-def _better(value: Tensor, best: Tensor, largest: bool) -> Tensor:
-    """Where `value` takes the place of `best`: strictly larger (smaller), or the first NaN."""
-    return ((value > best) if largest else (value < best)) | (value.isnan() & ~best.isnan())
-
-
-def _choose(x: Tensor, over: _Map, largest: bool) -> tuple[Tensor, Tensor]:
-    """Largest (smallest) input of each window (n_out, C), and its offset (first of equals; -1: none)."""
-    best = x.new_zeros((over.n_out, x.shape[1]))
-    chosen = torch.full(best.shape, -1, dtype=torch.int16, device=x.device)
-    if x.shape[0]:
-        for k, row in enumerate(over.table(False)):
-            value = _gather(x, row)
-            take = ((chosen < 0) | _better(value, best, largest)) & (row >= 0).unsqueeze(1)
-            best = torch.where(take, value, best)
-            chosen.masked_fill_(take, k)
-    return best, chosen
-
 
 # ---- windows -----------------------------------------------------------------------------------------------
 
@@ -151,14 +36,24 @@ def _windowed(
     padding: KernelSize | None,
     coords: Target | None,
     kernel_map: KernelMap | None,
-) -> tuple[_Map, CoordSet, tuple[int, int, int]]:
+) -> tuple[KernelMap, CoordSet, tuple[int, int, int]]:
     _check(x)
     size = kernel_triple(kernel_size)
     step = size if stride is None else stride_triple(stride)
-    made, out_coords, out_stride = resolve_map(
-        x, size, step, dilation_triple(dilation), padding, coords=coords, given=kernel_map
+    return resolve_map(x, size, step, dilation_triple(dilation), padding, coords=coords, given=kernel_map)
+
+
+def _directions(over: KernelMap, both: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors of a map, and with `both` those of the opposite direction where they are others."""
+    return over.tensors, over.transposed().tensors if both and not over.symmetric else []
+
+
+def _sum(x: Tensor, over: KernelMap, out_count: Tensor | None = None) -> Tensor:
+    """Sums over the windows of `over`, divided by `out_count` (n_out,) where given."""
+    maps = _directions(over, torch.is_grad_enabled() and x.requires_grad)
+    return torch.ops.voxmma.pool_sum(
+        x, None, out_count, *maps, over.kernel_volume, over.out_coords.num, over.symmetric, False
     )
-    return _Map(made, torch.is_grad_enabled() and x.feats.requires_grad), out_coords, out_stride
 
 
 def _check(x: Voxels) -> None:
@@ -197,7 +92,21 @@ def max_pool(
 
     Raises TypeError or ValueError naming the argument.
     """
-    return _extreme(x, True, kernel_size, stride, dilation, padding, coords, kernel_map)
+    return _extreme(x, True, False, kernel_size, stride, dilation, padding, coords, kernel_map)[0]
+
+
+def max_pool_with_indices(
+    x: Voxels,
+    kernel_size: KernelSize,
+    stride: KernelSize | None = None,
+    dilation: KernelSize = 1,
+    padding: KernelSize | None = None,
+    *,
+    coords: Target | None = None,
+    kernel_map: KernelMap | None = None,
+) -> tuple[Voxels, PoolIndices]:
+    """`max_pool`, and which voxel each output took: what `max_unpool` needs."""
+    return _extreme(x, True, True, kernel_size, stride, dilation, padding, coords, kernel_map)
 
 
 def min_pool(
@@ -211,12 +120,99 @@ def min_pool(
     kernel_map: KernelMap | None = None,
 ) -> Voxels:
     """Smallest input in each output's window; otherwise as `max_pool`."""
-    return _extreme(x, False, kernel_size, stride, dilation, padding, coords, kernel_map)
+    return _extreme(x, False, False, kernel_size, stride, dilation, padding, coords, kernel_map)[0]
 
 
-def _extreme(x: Voxels, largest: bool, *window: Any) -> Voxels:
+def min_pool_with_indices(
+    x: Voxels,
+    kernel_size: KernelSize,
+    stride: KernelSize | None = None,
+    dilation: KernelSize = 1,
+    padding: KernelSize | None = None,
+    *,
+    coords: Target | None = None,
+    kernel_map: KernelMap | None = None,
+) -> tuple[Voxels, PoolIndices]:
+    """`min_pool`, and which voxel each output took: what `max_unpool` needs."""
+    return _extreme(x, False, True, kernel_size, stride, dilation, padding, coords, kernel_map)
+
+
+def _extreme(x: Voxels, largest: bool, indices: bool, *window: Any) -> tuple[Voxels, PoolIndices]:
     over, out_coords, out_stride = _windowed(x, *window)
-    return Voxels._make(out_coords, _Extreme.apply(x.feats, over, largest), out_stride)
+    back = torch.is_grad_enabled() and x.feats.requires_grad
+    y, winner = torch.ops.voxmma.pool_max(
+        x.feats,
+        *_directions(over, back),
+        over.kernel_volume,
+        over.out_coords.num,
+        over.symmetric,
+        largest,
+        back or indices,
+    )
+    return Voxels._make(out_coords, y, out_stride), PoolIndices(winner, over, x)
+
+
+class PoolIndices:
+    """Which of the pooled voxels each output took, channel by channel.
+
+    Made by `max_pool_with_indices` and `min_pool_with_indices`, used by `max_unpool`.
+    """
+
+    def __init__(self, winner: Tensor, over: KernelMap, x: Voxels) -> None:
+        self.winner = winner
+        """(M, C) offset index of what was taken, uint8 or int16; the number of offsets stands for "none\""""
+        self.kernel_map = over
+        self.coord_set = x.coord_set
+        """coordinates of the N voxels that were pooled"""
+        self.stride = x.stride
+        """their tensor stride"""
+
+    def rows(self) -> Tensor:
+        """(M, C) int64 row of the pooled voxels that was taken, -1 where the window holds none."""
+        table = self.kernel_map.neighbor_table().long()
+        table = torch.cat([table, table.new_full((1, table.shape[1]), -1)])
+        return table.gather(0, self.winner.long().t()).t()
+
+    def __repr__(self) -> str:
+        rows, channels = self.winner.shape
+        return f"PoolIndices({rows} of {self.coord_set.num} voxels, {channels} channels)"
+
+
+def max_unpool(x: Voxels, indices: PoolIndices) -> Voxels:
+    """Puts each value at the voxel that `max_pool` took it from, and 0 everywhere else, channel by channel.
+
+    Where windows overlap and several of them took the same voxel, their values are added: this is the
+    transpose of the selection that max_pool made.
+
+    Args:
+        x: M voxels with C channels on the coordinates that max_pool made, any float dtype.
+        indices: what `max_pool_with_indices` (or `min_pool_with_indices`) returned beside them.
+
+    Returns:
+        The N voxels that were pooled, in their order, with C channels and the dtype of x. Differentiable in x
+        any number of times.
+
+    Raises:
+        TypeError: x is no Voxels, `indices` is no PoolIndices.
+        ValueError: x has other coordinates than were made with the indices, or another number of channels.
+    """
+    _check(x)
+    if not isinstance(indices, PoolIndices):
+        raise TypeError(f"indices must be PoolIndices, got {type(indices).__name__}")
+    over = indices.kernel_map
+    if not over.out_coords.equal(x.coord_set):
+        raise ValueError("x has other coordinates than those the indices were made with")
+    if x.feats.shape[1] != indices.winner.shape[1]:
+        raise ValueError(f"x has {x.feats.shape[1]} channels, the indices are of {indices.winner.shape[1]}")
+    feats = torch.ops.voxmma.pool_put(
+        x.feats,
+        indices.winner,
+        *_directions(over, True),
+        over.kernel_volume,
+        over.in_coords.num,
+        over.symmetric,
+    )
+    return Voxels._make(indices.coord_set, feats, indices.stride)
 
 
 def sum_pool(
@@ -231,7 +227,7 @@ def sum_pool(
 ) -> Voxels:
     """Sum of the inputs in each output's window, added in fp32 for half dtypes; otherwise as `max_pool`."""
     over, out_coords, out_stride = _windowed(x, kernel_size, stride, dilation, padding, coords, kernel_map)
-    return Voxels._make(out_coords, _Sum.apply(x.feats, over, False, x.dtype), out_stride)
+    return Voxels._make(out_coords, _sum(x.feats, over), out_stride)
 
 
 def avg_pool(
@@ -246,10 +242,7 @@ def avg_pool(
 ) -> Voxels:
     """Mean of the inputs present in each output's window, 0 where there is none; otherwise as `sum_pool`."""
     over, out_coords, out_stride = _windowed(x, kernel_size, stride, dilation, padding, coords, kernel_map)
-    wide = _wide(x.dtype)
-    present = (over.table(False) >= 0).sum(0).clamp(min=1).to(wide).unsqueeze(1)
-    mean = _Sum.apply(x.feats, over, False, wide) / present
-    return Voxels._make(out_coords, mean.to(x.dtype), out_stride)
+    return Voxels._make(out_coords, _sum(x.feats, over, over.counts), out_stride)
 
 
 def unpool(
@@ -276,11 +269,10 @@ def unpool(
     """
     _check(x)
     size = kernel_triple(stride)
-    made, out_coords, out_stride = resolve_map(
+    over, out_coords, out_stride = resolve_map(
         x, size, size, (1, 1, 1), 0, True, generative, coords, max_voxels
     )
-    over = _Map(made, torch.is_grad_enabled() and x.feats.requires_grad)
-    return Voxels._make(out_coords, _Sum.apply(x.feats, over, False, x.dtype), out_stride)
+    return Voxels._make(out_coords, _sum(x.feats, over), out_stride)
 
 
 # ---- samples -----------------------------------------------------------------------------------------------
@@ -289,13 +281,13 @@ def unpool(
 def global_sum_pool(x: Voxels) -> Tensor:
     """(batch_size, C) sum over the voxels of each sample, 0 for an empty one; in fp32 for half dtypes."""
     _check(x)
-    return sample_sum(x.feats.to(_wide(x.dtype)), x.coord_set).to(x.dtype)
+    return sample_sum(x.feats, x.coord_set).to(x.dtype)
 
 
 def global_avg_pool(x: Voxels) -> Tensor:
     """(batch_size, C) mean over the voxels of each sample, 0 for an empty one; in fp32 for half dtypes."""
     _check(x)
-    return sample_mean(x.feats.to(_wide(x.dtype)), x.coord_set).to(x.dtype)
+    return sample_mean(x.feats, x.coord_set).to(x.dtype)
 
 
 def global_max_pool(x: Voxels) -> Tensor:
@@ -307,26 +299,5 @@ def global_max_pool(x: Voxels) -> Tensor:
     if x.num_voxels == 0:
         return x.feats.new_zeros((x.batch_size, x.feats.shape[1])) + x.feats.sum(0)
     with torch.no_grad():
-        winner = _largest_rows(x.feats, x.coord_set)
+        winner = sample_argmax(x.feats, x.coord_set)
     return torch.where(winner >= 0, x.feats.gather(0, winner.clamp(min=0)), 0)
-
-
-def _largest_rows(values: Tensor, coords: CoordSet) -> Tensor:
-    """(batch_size, C) int64 row of each sample's largest value, the first of equals, -1 for empty samples.
-
-    Block by block up the tree of voxmma.segments. Rows of a block come first in it, then what belongs to no
-    sample (-1), so that among equal -inf a row that exists is the first.
-    """
-    rows: Tensor | None = None  # (blocks, C) row of the original `values` that each block chose
-    step = torch.arange(BLOCK, device=values.device)
-    for order, starts in tree(coords):
-        ends = torch.cat([starts[1:], starts.new_full((1,), len(order))])
-        place = starts.unsqueeze(1) + step
-        source = order[place.clamp(max=len(order) - 1)]
-        row = torch.where(place < ends.unsqueeze(1), source, -1).unsqueeze(2)  # (blocks, BLOCK, 1)
-        if rows is not None:
-            row = torch.where(row >= 0, rows[source], -1)  # (blocks, BLOCK, C)
-        values, slot = values[source].masked_fill(row < 0, -torch.inf).max(1)
-        rows = row.expand(-1, -1, values.shape[1]).gather(1, slot.unsqueeze(1)).squeeze(1)
-    assert rows is not None
-    return rows

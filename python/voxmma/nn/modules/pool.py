@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from voxmma.derive import check_max_voxels
 from voxmma.kernel_map import KernelMap, padding_triple
 from voxmma.nn.functional import pool as F
 from voxmma.nn.functional.sparse_conv import KernelSize, Target, dilation_triple, kernel_triple, stride_triple
+from voxmma.nn.modules.sparse_conv import KernelSize2d, planar
 from voxmma.voxels import Voxels
 
 
@@ -55,24 +57,55 @@ class _Pool3d(nn.Module):
         return ", ".join(parts)
 
 
-class SparseMaxPool3d(_Pool3d):
+class _ExtremePool3d(_Pool3d):
+    _pool_with_indices: Callable[..., tuple[Voxels, F.PoolIndices]]
+
+    def __init__(
+        self,
+        kernel_size: KernelSize,
+        stride: KernelSize | None = None,
+        dilation: KernelSize = 1,
+        padding: KernelSize | None = None,
+        return_indices: bool = False,
+    ) -> None:
+        super().__init__(kernel_size, stride, dilation, padding)
+        self.return_indices = return_indices
+
+    def forward(self, x: Voxels, kernel_map: KernelMap | None = None, *, coords: Target | None = None) -> Any:
+        """(N, C) voxels to (M, C) voxels, with return_indices to a pair of these and PoolIndices.
+
+        `kernel_map` and `coords` as in SparseConv3d.
+        """
+        if not self.return_indices:
+            return super().forward(x, kernel_map, coords=coords)
+        window = self.kernel_size, self.stride, self.dilation, self.padding
+        return self._pool_with_indices(x, *window, coords=coords, kernel_map=kernel_map)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", return_indices=True" if self.return_indices else "")
+
+
+class SparseMaxPool3d(_ExtremePool3d):
     """Largest voxel of each window; see voxmma.nn.functional.max_pool.
 
     Args:
         kernel_size: one int or three, 1 to 9 each. stride: default kernel_size; 1 keeps the voxels of x.
         dilation, padding: one int or three; padding defaults to (kernel_size // 2) * dilation for odd sizes
             and 0 for even ones.
+        return_indices: return a pair, the voxels and what MaxUnpool takes to undo the pooling.
 
     Raises TypeError or ValueError naming the argument.
     """
 
     _pool = staticmethod(F.max_pool)
+    _pool_with_indices = staticmethod(F.max_pool_with_indices)
 
 
-class SparseMinPool3d(_Pool3d):
+class SparseMinPool3d(_ExtremePool3d):
     """Smallest voxel of each window; see voxmma.nn.functional.min_pool. Arguments as SparseMaxPool3d."""
 
     _pool = staticmethod(F.min_pool)
+    _pool_with_indices = staticmethod(F.min_pool_with_indices)
 
 
 class SparseSumPool3d(_Pool3d):
@@ -86,6 +119,52 @@ class SparseAvgPool3d(_Pool3d):
     SparseMaxPool3d."""
 
     _pool = staticmethod(F.avg_pool)
+
+
+class _Planar(_Pool3d):
+    """Turns the arguments of a 2d form into those of its 3d form, which comes next among the bases."""
+
+    def __init__(
+        self,
+        kernel_size: KernelSize2d,
+        stride: KernelSize2d | None = None,
+        dilation: KernelSize2d = 1,
+        padding: KernelSize2d | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            planar(kernel_size, "kernel_size"),
+            None if stride is None else planar(stride, "stride"),
+            planar(dilation, "dilation"),
+            None if padding is None else planar(padding, "padding", 0),
+            **options,
+        )
+
+
+class SparseMaxPool2d(_Planar, SparseMaxPool3d):
+    """SparseMaxPool3d over x and y alone: every z is a plane of its own. `kernel_size`, `stride`, `dilation`
+    and `padding` are one int or two; return_indices by keyword."""
+
+
+class SparseMinPool2d(_Planar, SparseMinPool3d):
+    """SparseMinPool3d over x and y alone, as SparseMaxPool2d is SparseMaxPool3d over them."""
+
+
+class SparseSumPool2d(_Planar, SparseSumPool3d):
+    """SparseSumPool3d over x and y alone, as SparseMaxPool2d is SparseMaxPool3d over them."""
+
+
+class SparseAvgPool2d(_Planar, SparseAvgPool3d):
+    """SparseAvgPool3d over x and y alone, as SparseMaxPool2d is SparseMaxPool3d over them."""
+
+
+class MaxUnpool(nn.Module):
+    """Puts values back where a max or min pooling with return_indices=True took them from, 0 elsewhere; see
+    voxmma.nn.functional.max_unpool. The indices know the window, 3d or 2d."""
+
+    def forward(self, x: Voxels, indices: F.PoolIndices) -> Voxels:
+        """(M, C) voxels to the (N, C) voxels that were pooled."""
+        return F.max_unpool(x, indices)
 
 
 class Unpool(nn.Module):

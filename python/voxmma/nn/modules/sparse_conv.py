@@ -50,11 +50,15 @@ class SparseConv3d(nn.Module):
         max_voxels: most voxels the layer may make, default 2^26.
         device, dtype: of the parameters.
 
+    The attribute `out_dtype` (None, the compute dtype, until set) may be torch.float32: results as they leave
+    the accumulator, not rounded to half.
+
     Raises ValueError naming the argument that is out of range.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    out_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -156,6 +160,7 @@ class SparseConv3d(nn.Module):
             use_fp16_accum=self.use_fp16_accum,
             accumulator=self.accumulator,
             compute_dtype=self.compute_dtype,
+            out_dtype=self.out_dtype,
             kernel_map=kernel_map,
             layer=f"{type(self).__name__}({self.in_channels}, {self.out_channels}, {a}x{b}x{c})",
         )

@@ -1,0 +1,44 @@
+// Bricks: the hash table that finds voxels. Shared by the map kernels.
+#pragma once
+
+#include "voxmma/kernels.h"
+
+namespace voxmma::detail {
+
+inline constexpr uint32_t kNoBrick = ~0u;  // upper key word of an empty slot: keys have 61 bits
+inline constexpr int kBrickBits = kCoordBits - 1;
+
+__device__ __forceinline__ bool coord_in_range(int v) { return v >= -kCoordBias && v < kCoordBias; }
+
+__device__ __forceinline__ bool packable(int4 c) {
+  return c.x >= 0 && c.x <= kBatchMax && coord_in_range(c.y) && coord_in_range(c.z) && coord_in_range(c.w);
+}
+
+// Lower and upper word of the key of brick (x, y, z), each in 0 .. 2^kBrickBits - 1.
+__device__ __forceinline__ uint2 brick_key(uint32_t batch, uint32_t x, uint32_t y, uint32_t z) {
+  return make_uint2(z | y << kBrickBits, y >> (32 - kBrickBits) | x << 2 | batch << (2 + kBrickBits));
+}
+
+// Of the packable coordinate c = (batch, x, y, z).
+__device__ __forceinline__ uint2 brick_key(int4 c) {
+  return brick_key(uint32_t(c.x), uint32_t(c.y + kCoordBias) >> 1, uint32_t(c.z + kCoordBias) >> 1,
+                   uint32_t(c.w + kCoordBias) >> 1);
+}
+
+// Bit of a voxel in its brick's mask; z varies fastest, as in Morton order.
+__device__ __forceinline__ int brick_cell(int4 c) { return (c.y & 1) << 2 | (c.z & 1) << 1 | (c.w & 1); }
+
+// First slot of a chain, which goes on slot by slot. A multiplication spreads the hash over any capacity.
+__device__ __forceinline__ uint32_t home_slot(uint2 key, uint32_t capacity) {
+  uint32_t h = key.x * 0x9e3779b1u;
+  h ^= h >> 15;
+  h = (h ^ key.y) * 0x85ebca77u;
+  h ^= h >> 13;
+  return __umulhi(h * 0xc2b2ae3du, capacity);
+}
+
+__device__ __forceinline__ uint32_t next_slot(uint32_t slot, uint32_t capacity) {
+  return slot + 1 == capacity ? 0 : slot + 1;
+}
+
+}  // namespace voxmma::detail

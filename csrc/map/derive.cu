@@ -1,0 +1,264 @@
+// Output coordinates of strided, transposed and generative layers: distinct sites by a hash table, then in order.
+#include <cub/device/device_radix_sort.cuh>
+
+#include <algorithm>
+#include <climits>
+
+#include "bricks.cuh"
+#include "grid.cuh"
+
+namespace voxmma {
+namespace {
+
+using namespace detail;
+
+// Keys hold v - low of batch, x, y, z in box.bits bits each, so that their order is that of the coordinates. All ones
+// is no key: 32-bit keys have at most 31 bits, and batch - low ends at 1022.
+constexpr int kNarrowBits = 31;
+
+// What the kernels need to know about one axis.
+struct Axis {
+  int size, stride, dilation, padding;
+  int slots;    // most sites that a coordinate leads to
+  int period;   // to windows: kernel positions from one site to the next
+  int shared;   // gcd of stride and dilation
+  int inverse;  // of dilation / shared, modulo period
+};
+
+struct Rule {
+  Axis axis[3];
+  bool to_children;
+  CoordBox box;
+};
+
+int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+
+Rule make_rule(const ExpandArgs& args) {
+  Rule rule{};
+  rule.to_children = args.to_children;
+  rule.box = args.box;
+  for (int a = 0; a < 3; ++a) {
+    Axis& axis = rule.axis[a];
+    axis.size = args.size[a];
+    axis.stride = args.stride[a];
+    axis.dilation = args.dilation[a];
+    axis.padding = args.padding[a];
+    axis.shared = gcd(axis.stride, axis.dilation);
+    axis.period = axis.stride / axis.shared;
+    axis.slots = args.to_children ? axis.size : (axis.size + axis.period - 1) / axis.period;
+    const int64_t step = axis.dilation / axis.shared % axis.period;
+    axis.inverse = 0;
+    while (axis.period > 1 && step * axis.inverse % axis.period != 1) ++axis.inverse;
+  }
+  return rule;
+}
+
+__host__ __device__ __forceinline__ int floor_div(int value, int div) {
+  const int quotient = value / div;
+  return quotient - (value % div < 0);
+}
+
+// The j-th site that coordinate v leads to along an axis; false when there is none.
+__device__ __forceinline__ bool site(const Axis& axis, bool to_children, int v, int j, int& out) {
+  if (to_children) {
+    out = v * axis.stride - axis.padding + j * axis.dilation;
+    return true;
+  }
+  // (v + padding - k * dilation) / stride must be whole. With g = gcd(stride, dilation) there is such a k only if g
+  // divides q = v + padding; then it is of one residue modulo stride / g.
+  const int q = v + axis.padding, shared = floor_div(q, axis.shared);
+  const int64_t residue = shared - floor_div(shared, axis.period) * axis.period;
+  const int k = static_cast<int>(residue * axis.inverse % axis.period) + j * axis.period;
+  out = k < axis.size ? floor_div(q - k * axis.dilation, axis.stride) : 0;
+  return k < axis.size && shared * axis.shared == q;
+}
+
+template <class Key>
+constexpr Key kEmpty = static_cast<Key>(~Key{0});
+
+template <class Key>
+__device__ __forceinline__ uint32_t home(Key key, uint32_t capacity) {
+  return home_slot(make_uint2(uint32_t(key), uint32_t(uint64_t(key) >> 32)), capacity);
+}
+
+__device__ __forceinline__ uint32_t swap_if(uint32_t* slot, uint32_t key) { return atomicCAS(slot, ~0u, key); }
+__device__ __forceinline__ uint64_t swap_if(uint64_t* slot, uint64_t key) {
+  return atomicCAS(reinterpret_cast<unsigned long long*>(slot), ~0ull, static_cast<unsigned long long>(key));
+}
+
+// True when the key was not there.
+template <class Key>
+__device__ __forceinline__ bool insert(Key* table, uint32_t capacity, Key key) {
+  uint32_t slot = home(key, capacity);
+  Key seen;
+  while ((seen = swap_if(table + slot, key)) != key) {
+    if (seen == kEmpty<Key>) return true;
+    slot = next_slot(slot, capacity);
+  }
+  return false;
+}
+
+// One candidate (row, site of it) a thread and round; new keys are counted and written block by block.
+template <class Key>
+__global__ void __launch_bounds__(kThreads)
+expand(const int4* coords, int64_t candidates, const __grid_constant__ Rule rule, Key* table, uint32_t capacity,
+       Key* keys, ExpandStats* stats) {
+  __shared__ int warp_new[kThreads / 32];
+  __shared__ int64_t first;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const CoordBox& box = rule.box;
+  const int slots_z = rule.axis[2].slots, slots_yz = rule.axis[1].slots * slots_z, slots = rule.axis[0].slots * slots_yz;
+  bool outside = false;
+  for (int64_t begin = int64_t(blockIdx.x) * kThreads; begin < candidates; begin += int64_t(gridDim.x) * kThreads) {
+    const uint32_t i = static_cast<uint32_t>(begin) + threadIdx.x;
+    bool fresh = false;
+    Key key = 0;
+    if (i < candidates) {
+      const uint32_t row = i / uint32_t(slots), rest = i - row * uint32_t(slots);
+      const int4 c = coords[row];
+      int x, y, z;
+      bool exists = site(rule.axis[0], rule.to_children, c.y, int(rest) / slots_yz, x);
+      exists = site(rule.axis[1], rule.to_children, c.z, int(rest) % slots_yz / slots_z, y) && exists;
+      exists = site(rule.axis[2], rule.to_children, c.w, int(rest) % slots_z, z) && exists;
+      const bool inside = coord_in_range(x) && coord_in_range(y) && coord_in_range(z);
+      outside = outside || (exists && !inside);
+      if (exists && inside) {
+        key = Key(c.x - box.low[0]);
+        key = key << box.bits[1] | Key(x - box.low[1]);
+        key = key << box.bits[2] | Key(y - box.low[2]);
+        key = key << box.bits[3] | Key(z - box.low[3]);
+        fresh = insert(table, capacity, key);
+      }
+    }
+    const uint32_t ballot = __ballot_sync(0xffffffffu, fresh);
+    if (lane == 0) warp_new[warp] = __popc(ballot);
+    __syncthreads();
+    int before = 0, total = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) {
+      before += w < warp ? warp_new[w] : 0;
+      total += warp_new[w];
+    }
+    if (threadIdx.x == 0) {
+      first = static_cast<int64_t>(
+          atomicAdd(reinterpret_cast<unsigned long long*>(&stats->count), static_cast<unsigned long long>(total)));
+    }
+    __syncthreads();
+    if (fresh) keys[first + before + __popc(ballot & ((1u << lane) - 1))] = key;
+  }
+  if (outside) stats->outside = 1;
+}
+
+template <class Key>
+__global__ void __launch_bounds__(kThreads) rehash(const Key* keys, int64_t count, Key* table, uint32_t capacity) {
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) insert(table, capacity, keys[i]);
+}
+
+template <class Key>
+__global__ void __launch_bounds__(kThreads) unpack(const Key* keys, int64_t count, CoordBox box, int4* coords) {
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
+    uint64_t key = keys[i];
+    int v[4];
+#pragma unroll
+    for (int a = 3; a >= 0; --a) {
+      v[a] = static_cast<int>(key & ((uint64_t{1} << box.bits[a]) - 1)) + box.low[a];
+      key >>= box.bits[a];
+    }
+    coords[i] = make_int4(v[0], v[1], v[2], v[3]);
+  }
+}
+
+template <class Key>
+cudaError_t expand_with(const ExpandArgs& args, cudaStream_t stream) {
+  const int64_t candidates = expand_bound(args);
+  expand<Key><<<blocks_for(candidates), kThreads, 0, stream>>>(
+      reinterpret_cast<const int4*>(args.coords), candidates, make_rule(args), static_cast<Key*>(args.table),
+      static_cast<uint32_t>(args.capacity), static_cast<Key*>(args.keys), args.stats);
+  return cudaGetLastError();
+}
+
+template <class Key>
+struct Unpacking {
+  Key* sorted;
+  void* cub;
+  size_t cub_bytes = 0, total_bytes;
+  cudaError_t error;
+
+  Unpacking(void* base, const CoordBox& box, int64_t count) {
+    error = sort(nullptr, box, count, cudaStream_t{});
+    Carver carve(base);
+    sorted = carve.take<Key>(count);
+    cub = carve.take<unsigned char>(cub_bytes);
+    total_bytes = carve.bytes;
+  }
+  cudaError_t sort(const Key* keys, const CoordBox& box, int64_t count, cudaStream_t stream) {
+    return cub::DeviceRadixSort::SortKeys(keys == nullptr ? nullptr : cub, cub_bytes, keys, sorted,
+                                          static_cast<int>(count), 0, std::max(bits_of(box), 1), stream);
+  }
+};
+
+template <class Key>
+cudaError_t unpack_with(const CoordBox& box, const void* keys, int64_t count, int* coords, void* workspace,
+                        cudaStream_t stream) {
+  Unpacking<Key> u(workspace, box, count);
+  if (u.error == cudaSuccess) u.error = u.sort(static_cast<const Key*>(keys), box, count, stream);
+  if (u.error != cudaSuccess) return u.error;
+  unpack<Key><<<blocks_for(count), kThreads, 0, stream>>>(u.sorted, count, box, reinterpret_cast<int4*>(coords));
+  return cudaGetLastError();
+}
+
+bool narrow(const CoordBox& box) { return bits_of(box) <= kNarrowBits; }
+
+}  // namespace
+
+size_t key_bytes(const CoordBox& box) { return narrow(box) ? sizeof(uint32_t) : sizeof(uint64_t); }
+
+int64_t expand_bound(const ExpandArgs& args) {
+  const Rule rule = make_rule(args);
+  return args.n * rule.axis[0].slots * rule.axis[1].slots * rule.axis[2].slots;
+}
+
+int64_t expand_capacity(int64_t keys) { return std::max<int64_t>(keys + keys / 2, 64); }
+
+cudaError_t expand_coords(const ExpandArgs& args, cudaStream_t stream) {
+  bool valid = args.n >= 0 && args.capacity > 0 && args.capacity <= UINT_MAX;
+  for (int a = 0; valid && a < 3; ++a) {
+    valid = args.size[a] >= 1 && args.size[a] <= kMaxKernel && args.stride[a] >= 1 && args.stride[a] <= kMaxStride &&
+            args.dilation[a] >= 1;
+  }
+  if (!valid || expand_bound(args) > INT_MAX) return cudaErrorInvalidValue;
+  if (args.n == 0) return cudaSuccess;
+  return narrow(args.box) ? expand_with<uint32_t>(args, stream) : expand_with<uint64_t>(args, stream);
+}
+
+cudaError_t rehash_keys(const CoordBox& box, const void* keys, int64_t count, void* table, int64_t capacity,
+                        cudaStream_t stream) {
+  if (count < 0 || capacity <= count || capacity > UINT_MAX) return cudaErrorInvalidValue;
+  if (count == 0) return cudaSuccess;
+  const auto slots = static_cast<uint32_t>(capacity);
+  if (narrow(box)) {
+    rehash<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<const uint32_t*>(keys), count,
+                                                       static_cast<uint32_t*>(table), slots);
+  } else {
+    rehash<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<const uint64_t*>(keys), count,
+                                                       static_cast<uint64_t*>(table), slots);
+  }
+  return cudaGetLastError();
+}
+
+size_t unpack_workspace(const CoordBox& box, int64_t count) {
+  return narrow(box) ? Unpacking<uint32_t>(nullptr, box, count).total_bytes
+                     : Unpacking<uint64_t>(nullptr, box, count).total_bytes;
+}
+
+cudaError_t unpack_keys(const CoordBox& box, const void* keys, int64_t count, int* coords, void* workspace,
+                        cudaStream_t stream) {
+  if (count < 0 || count > INT_MAX) return cudaErrorInvalidValue;
+  if (count == 0) return cudaSuccess;
+  return narrow(box) ? unpack_with<uint32_t>(box, keys, count, coords, workspace, stream)
+                     : unpack_with<uint64_t>(box, keys, count, coords, workspace, stream);
+}
+
+}  // namespace voxmma

@@ -1,0 +1,121 @@
+// Sums and largest rows of short blocks of rows: one level of the tree over the samples.
+#include <climits>
+
+#include "rows.cuh"
+
+namespace voxmma {
+namespace {
+
+using namespace detail;
+
+constexpr int kThreads = 128;
+constexpr int kFlight = 8;  // rows a thread has on their way
+
+struct Item {
+  int64_t block, begin, end;
+  int64_t column;
+
+  __device__ Item(const SegmentArgs& args, int64_t item, int64_t vecs, int n)
+      : block(item / vecs), column((item - block * vecs) * n) {
+    begin = __ldg(args.starts + block);
+    end = block + 1 < args.blocks ? __ldg(args.starts + block + 1) : args.n_rows;
+  }
+};
+
+template <class T, int kBytes>
+__global__ void __launch_bounds__(kThreads) sum_blocks(const SegmentArgs args) {
+  constexpr int n = kBytes / int(sizeof(T));
+  using A = Wide<T>;
+  const int64_t vecs = args.channels / n, index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (index >= args.blocks * vecs) return;
+  const Item item(args, index, vecs, n);
+  const T* x = static_cast<const T*>(args.x) + item.column;
+  A sum[n] = {};
+  for (int64_t j = item.begin; j < item.end; j += kFlight) {
+    Piece<T, n> value[kFlight];
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) {
+      if (j + u < item.end) value[u].load(x + __ldg(args.rows + j + u) * args.ldx);
+    }
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) {
+      if (j + u >= item.end) continue;
+#pragma unroll
+      for (int i = 0; i < n; ++i) sum[i] += value[u][i];
+    }
+  }
+  A* out = static_cast<A*>(args.out) + item.block * args.channels + item.column;
+#pragma unroll
+  for (int i = 0; i < n; ++i) out[i] = sum[i];
+}
+
+// kCandidates: rows stand for other rows, a different one for each channel.
+template <class T, int kBytes, bool kCandidates>
+__global__ void __launch_bounds__(kThreads) argmax_blocks(const SegmentArgs args) {
+  constexpr int n = kBytes / int(sizeof(T));
+  static_assert(n == 1 || !kCandidates, "candidates differ from channel to channel");
+  const int64_t vecs = args.channels / n, index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (index >= args.blocks * vecs) return;
+  const Item item(args, index, vecs, n);
+  const T* x = static_cast<const T*>(args.x) + item.column;
+  const auto row_of = [&](int64_t j) {
+    const int64_t row = __ldg(args.rows + j);
+    return kCandidates ? __ldg(args.candidates + row * args.channels + item.column) : row;
+  };
+  Extreme<true, T, n> largest(0);
+  bool any = false;
+  for (int64_t j = item.begin; j < item.end; j += kFlight) {
+    Piece<T, n> value[kFlight];
+    bool there[kFlight];
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) {
+      const int64_t row = j + u < item.end ? row_of(j + u) : -1;
+      there[u] = row >= 0;
+      if (there[u]) value[u].load(x + row * args.ldx);
+    }
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) {
+      if (!there[u]) continue;
+      largest.offer(value[u], static_cast<int>(j - item.begin) + u, !any);
+      any = true;
+    }
+  }
+  int64_t* out = static_cast<int64_t*>(args.out) + item.block * args.channels + item.column;
+#pragma unroll
+  for (int i = 0; i < n; ++i) out[i] = any ? row_of(item.begin + largest.number(i)) : -1;
+}
+
+template <class T>
+cudaError_t launch(const SegmentArgs& args, bool argmax, cudaStream_t stream) {
+  const bool vector = args.candidates == nullptr && args.channels * int64_t{sizeof(T)} % 16 == 0 &&
+                      is_aligned(args.x, args.ldx * int64_t{sizeof(T)});
+  const int64_t vecs = vector ? args.channels * int64_t{sizeof(T)} / 16 : args.channels;
+  const int64_t grid = (args.blocks * vecs + kThreads - 1) / kThreads;
+  if (grid > INT_MAX) return cudaErrorInvalidValue;
+  constexpr int one = sizeof(T);
+  const auto kernel = !argmax              ? (vector ? sum_blocks<T, 16> : sum_blocks<T, one>)
+                      : args.candidates    ? argmax_blocks<T, one, true>
+                      : vector             ? argmax_blocks<T, 16, false>
+                                           : argmax_blocks<T, one, false>;
+  kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_typed(const SegmentArgs& args, bool argmax, cudaStream_t stream) {
+  if (args.channels < 0 || args.ldx < 0 || args.blocks < 0) return cudaErrorInvalidValue;
+  if (args.blocks == 0 || args.channels == 0) return cudaSuccess;
+  switch (args.dtype) {
+    case DType::f16: return launch<__half>(args, argmax, stream);
+    case DType::bf16: return launch<__nv_bfloat16>(args, argmax, stream);
+    case DType::f32: return launch<float>(args, argmax, stream);
+    default: return launch<double>(args, argmax, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t segment_sum(const SegmentArgs& args, cudaStream_t stream) { return launch_typed(args, false, stream); }
+
+cudaError_t segment_argmax(const SegmentArgs& args, cudaStream_t stream) { return launch_typed(args, true, stream); }
+
+}  // namespace voxmma

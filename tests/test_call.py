@@ -1,0 +1,175 @@
+"""A call that is like an earlier one takes its decision over; whatever can change the decision is seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import voxmma
+from voxmma import call, gate, settings, tunecache
+from voxmma.nn.functional import spatially_sparse_conv
+
+import conftest
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def decisions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The layers whose call was decided anew, in order."""
+    seen: list[str] = []
+    decide = call.plan_call
+
+    def plan_call(*arguments: Any) -> Any:
+        seen.append("decided")
+        return decide(*arguments)
+
+    monkeypatch.setattr(call, "plan_call", plan_call)
+    return seen
+
+
+def voxels(device: torch.device, dtype: torch.dtype = FP16) -> voxmma.Voxels:
+    coords = conftest.random_coords(200, 8)
+    return voxmma.Voxels(coords.to(device), torch.randn(len(coords), 16, device=device).to(dtype))
+
+
+def test_a_repeated_call_is_not_decided_again_and_says_the_same(
+    device: torch.device, decisions: list[str]
+) -> None:
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    first, again = layer(x), layer(x.with_feats(x.feats.clone()))
+    assert len(decisions) == 1
+    assert torch.equal(first.feats, again.feats) and again.coord_set is x.coord_set
+    assert again._record == first._record and again.stride == first.stride
+    with voxmma.audit() as log:
+        layer(x)
+    assert len(decisions) == 1 and len(log) == 1
+
+
+def test_gradients_of_a_repeated_call_are_those_of_the_first(device: torch.device) -> None:
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    grads = []
+    for _ in range(2):
+        feats = x.feats.clone().requires_grad_()
+        layer.zero_grad()
+        layer(x.with_feats(feats)).feats.float().square().sum().backward()
+        assert layer.weight.grad is not None and layer.bias is not None and layer.bias.grad is not None
+        grads.append((feats.grad, layer.weight.grad.clone(), layer.bias.grad.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_everything_that_decides_is_seen(device: torch.device, decisions: list[str]) -> None:
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+
+    def decides(run: Any = lambda: layer(x)) -> str:
+        before = len(decisions)
+        record = run()._record
+        assert len(decisions) == before + 1, "an earlier decision was taken over"
+        assert run()._record == record and len(decisions) == before + 1, "decided twice"
+        return str(record.decided_by)
+
+    assert decides() == "default"
+    with settings.override(fp16_accum=False):
+        assert decides() == "runtime"
+    with torch.inference_mode():
+        assert decides() == "inference_mode"
+    layer.use_fp16_accum = True
+    assert decides() == "module"
+    layer.use_fp16_accum, layer.accumulator = None, "fp16_promoted:32"
+    assert decides() == "module"
+    layer.accumulator, layer.compute_dtype = None, BF16
+    assert decides() == "default"
+    layer.compute_dtype, layer.out_dtype = None, FP32
+    assert layer(x).feats.dtype == FP32
+    layer.out_dtype = None
+    with torch.autocast(device.type, BF16):
+        assert decides() == "default" and layer(x).feats.dtype == BF16
+    layer.half()
+    decides()
+    y = x.with_feats(x.feats.bfloat16())
+    assert decides(lambda: layer(y)) == "default" and layer(y).feats.dtype == BF16
+    other = voxels(device)
+    assert decides(lambda: layer(other)) == "default"
+
+
+def test_a_freed_map_is_built_again(device: torch.device, decisions: list[str]) -> None:
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    first = layer(x)
+    layer.kernel_map(x).free()
+    assert torch.equal(layer(x).feats, first.feats) and len(decisions) == 2
+
+
+def test_new_records_of_the_gate_and_of_the_tuner_are_seen(
+    device: torch.device, decisions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    layer(x)
+    monkeypatch.setattr(tunecache, "stamp", lambda device: 12345)
+    layer(x)
+    layer(x)
+    assert len(decisions) == 2
+    layer.use_fp16_accum = True
+    layer(x)
+    assert len(decisions) == 3
+    monkeypatch.setattr(gate, "stamp", lambda: "changed")
+    layer(x)
+    layer(x)
+    assert len(decisions) == (4 if device.type == "cuda" else 3)  # the gate has no say on a CPU
+
+
+def test_float32_calls_follow_torchs_switches(device: torch.device, decisions: list[str]) -> None:
+    x = voxels(device, FP32)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    layer(x)
+    layer(x)
+    assert len(decisions) == 2
+
+
+@pytest.mark.parametrize("size", [2, (3, 1, 2)])
+def test_maps_that_are_not_symmetric_take_the_long_way(
+    device: torch.device, decisions: list[str], size: Any
+) -> None:
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, size, device=device)
+    feats = x.feats.clone().requires_grad_()
+    for _ in range(2):
+        layer(x.with_feats(feats)).feats.float().sum().backward()
+    assert len(decisions) == 2 and not x.coord_set.calls
+
+
+def test_wrong_arguments_are_still_named(device: torch.device) -> None:
+    x = voxels(device)
+    weight = torch.randn(27, 16, 8, device=device)
+    spatially_sparse_conv(x, weight, 3)
+    with pytest.raises(TypeError, match="weight must be a tensor"):
+        spatially_sparse_conv(x, [1.0], 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"x must be a voxmma\.Voxels"):
+        spatially_sparse_conv(x.feats, weight, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bias must be"):
+        spatially_sparse_conv(x, weight, 3, torch.zeros(7, device=device))
+    with pytest.raises(ValueError, match="weight has 27 offsets"):
+        spatially_sparse_conv(x, weight, 5)
+
+
+def test_a_coordinate_set_goes_when_its_voxels_do(device: torch.device) -> None:
+    import gc
+    import weakref
+
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    layer(x)
+    layer(x)
+    alive = weakref.ref(x.coord_set)
+    gc.disable()
+    try:
+        del x
+        assert alive() is None, "a reference cycle keeps it"
+    finally:
+        gc.enable()

@@ -5,12 +5,14 @@
     python benchmarks/collect.py voxmma-peers/peers.json voxmma-scaling/scaling.json
     python benchmarks/collect.py voxmma-sweep/sweep.json --driver 580.159.04
     python benchmarks/collect.py gate.json                      # of voxmma tiles --gate --json
+    python benchmarks/collect.py unet.json policies.json        # of examples/train_unet.py, policy_table.py
     python benchmarks/collect.py --sanitizer memcheck=memory.log racecheck=races.log --card "NVIDIA H100"
 
 `voxmma demo`, `voxmma bench peers` and `scaling`, and foreign peer benchmarks (`info` and `results`, one file
 a scene, all libraries in one run) go into <card>.json; rows of `bench peers` are added to those of the same
 commit and scene. A sweep into sweep-<card>.json (one of the same commit and scene is added to), the gate's
-verdicts into gate-<card>.json, and what compute-sanitizer printed around benchmarks/sanitize.py into
+verdicts into gate-<card>.json, training runs into training-<card>.json, the policies' casts, errors
+and times into policies-<card>.json, and what compute-sanitizer printed around benchmarks/sanitize.py into
 sanitizer-<card>.json (sections "Proving a kernel" and "Figures" of CONTRIBUTING.md).
 benchmarks/readme_tables.py makes the tables of README and docs from the result files.
 """
@@ -246,6 +248,14 @@ def collect(
                     "gate": raw["verdicts"],
                 }
             path.write_text(_dump({"card": name, **made}))
+            written.append(path)
+            continue
+        if raw.get("kind") in ("training", "policies"):
+            where = raw["environment"]
+            name = card or (where["gpus"][0] if raw["device"] == "cuda" else where["cpu"])
+            path = folder / f"{raw['kind']}-{slug(name)}.json"
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"card": name, raw["kind"]: {**origin, **raw}}, indent=1) + "\n")
             written.append(path)
             continue
         if raw.get("kind") in ("peers", "scaling"):

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -560,6 +561,9 @@ def _speed_plots(results: list[Result]) -> list[tuple[str, str, Result, str]]:
                 found.append((name, "peers", {**shown, "rates": part["rates"]}))
         if "scaling" in result:
             found.append((f"scaling-{slug(result['card'])}.png", "scaling", result["scaling"]))
+        if "training" in result:
+            shown = {"device": result["card"], "runs": result["training"]["runs"]}
+            found.append((f"training-{slug(result['card'])}.png", "training", shown))
     return [
         (*plot, hashlib.sha256(json.dumps(plot[2], sort_keys=True).encode()).hexdigest()[:16])
         for plot in found
@@ -573,7 +577,9 @@ def speed_plots_block(results: list[Result]) -> str:
         "scaling": "Time a pair against voxels",
     }
     lines = [
-        f"![{titles[kind]}, on {shown['device']}]({name})" for name, kind, shown, _ in _speed_plots(results)
+        f"![{titles[kind]}, on {shown['device']}]({name})"
+        for name, kind, shown, _ in _speed_plots(results)
+        if kind in titles
     ]
     return "\n\n".join(lines) or "Nothing has been drawn yet."
 
@@ -583,11 +589,15 @@ def _carries(path: Path, digest: str) -> bool:
     return path.exists() and f"Source\0{digest}".encode() in path.read_bytes()
 
 
+#: What the file names of plots begin with.
+PLOTS = ("sweep", "peers", "scaling", "training")
+
+
 def stale_plots(results: list[Result], folder: Path) -> list[str]:
     """Plots that are missing, were drawn from other figures, or belong to none."""
     wanted = {name: digest for name, _, _, digest in [*_plots(results), *_speed_plots(results)]}
     wrong = [name for name, digest in wanted.items() if not _carries(folder / name, digest)]
-    drawn = [path for kind in ("sweep", "peers", "scaling") for path in sorted(folder.glob(f"{kind}-*.png"))]
+    drawn = [path for kind in PLOTS for path in sorted(folder.glob(f"{kind}-*.png"))]
     return wrong + [path.name for path in drawn if path.name not in wanted]
 
 
@@ -600,7 +610,11 @@ def draw_plots(results: list[Result], folder: Path) -> None:
             from voxmma import benchplots
 
             kind, shown, digest = speed[name]
-            draw = {"peers": benchplots.draw_peers, "scaling": benchplots.draw_scaling}[kind]
+            draw = {
+                "peers": benchplots.draw_peers,
+                "scaling": benchplots.draw_scaling,
+                "training": draw_training,
+            }[kind]
             draw(shown, folder / name, {"Source": digest})
             continue
         if name not in wanted:
@@ -613,6 +627,91 @@ def draw_plots(results: list[Result], folder: Path) -> None:
         sweep_show.plot(shown, folder / name, volume, {"Source": digest})
 
 
+# ---- training and policies ---------------------------------------------------------------------------------
+
+
+def _with_spread(values: list[float], pattern: str) -> str:
+    """Mean, and the standard deviation where there are several."""
+    text = format(statistics.fmean(values), pattern)
+    return f"{text} ± {statistics.stdev(values):{pattern.lstrip('+')}}" if len(values) > 1 else text
+
+
+REFERENCE = "always_f32"
+
+
+def training_table(results: list[Result]) -> str:
+    """Outcome of the training runs by policy, with the curves, and whether a policy differs, per card."""
+    blocks = []
+    for result in _gpus_first(results, "training"):
+        part = result["training"]
+        reference = part["runs"][REFERENCE]
+        rows, apart = [], []
+        for policy, runs in part["runs"].items():
+            cells = [policy, f"{statistics.fmean(run['losses'][-1] for run in runs):.4f}"]
+            for what in ("accuracy", "iou"):
+                values = [100 * run[what] for run in runs]
+                paired = [value - 100 * run[what] for value, run in zip(values, reference, strict=True)]
+                cells.append(_with_spread(values, ".2f"))
+                cells.append("" if policy == REFERENCE else _with_spread(paired, "+.2f"))
+                spread = statistics.stdev([100 * run[what] for run in reference]) if len(runs) > 1 else 0.0
+                if abs(statistics.fmean(paired)) > spread:
+                    apart.append(f"{policy} in {'accuracy' if what == 'accuracy' else 'IoU'}")
+            cells += [str(sum(run["skipped"] for run in runs))]
+            cells.append(f"{statistics.fmean(run['seconds'] for run in runs):.1f}")
+            rows.append(cells)
+        header = [
+            "policy", "last loss", "accuracy %", "against fp32", "mean IoU %", "against fp32", "skipped",
+            "s a run",
+        ]  # fmt: skip
+        seeds = len(part["seeds"])
+        verdict = (
+            f"Further from {REFERENCE} than its own spread over the seeds: {', '.join(apart)}."
+            if apart
+            else f"No policy is further from {REFERENCE} than that varies over the seeds."
+        )
+        caption = (
+            f"**{result['card']}**: {part['steps']} steps, {seeds} seeds; mean ± standard deviation over the "
+            f"seeds, differences between runs of one seed. {_origin(part, part['environment']['torch'])}."
+        )
+        image = f"![Loss curves on {result['card']}](training-{slug(result['card'])}.png)"
+        blocks.append(f"{caption}\n\n{_markdown(header, rows)}\n\n{verdict}\n\n{image}")
+    return "\n\n".join(blocks) or "No run has been recorded yet."
+
+
+def draw_training(shown: Result, path: Path, metadata: dict[str, str]) -> None:
+    """The loss curves of training runs."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from common import draw_curves
+
+    curves = {
+        name: [[float("nan") if v is None else v for v in run["losses"]] for run in runs]
+        for name, runs in shown["runs"].items()
+    }
+    draw_curves(curves, {name: name for name in curves}, path, f"sparse U-Net on {shown['device']}", metadata)
+
+
+def policies_table(results: list[Result]) -> str:
+    """Casts, errors and time of a training step by policy, per card."""
+    blocks = []
+    for result in _gpus_first(results, "policies"):
+        part = result["policies"]
+        rows = []
+        for row in part["rows"]:
+            graph = row["graph"]
+            counts = f"{graph['inserted']} / {graph['removed']} / {graph['left']}"
+            errors = [_number(row[name], ".1e") for name in ("out_rel_l2", "grad_rel_l2")]
+            names = [row["network"], f"`{row['policy']}`"]
+            rows.append([*names, str(row["casts"]), counts, *errors, _number(row["ms"], ".2f")])
+        header = [
+            "network", "policy", "casts a step", "graph: inserted / removed / left", "output", "gradients",
+            "ms a step",
+        ]  # fmt: skip
+        sizes = "; ".join(f"{name}: {size}" for name, size in part["sizes"].items())
+        caption = f"**{result['card']}**: {sizes}; {_origin(part, part['environment']['torch'])}."
+        blocks.append(f"{caption}\n\n{_markdown(header, rows)}")
+    return "\n\n".join(blocks) or "Nothing has been recorded yet."
+
+
 # ---- pages -------------------------------------------------------------------------------------------------
 
 TABLES: dict[str, Callable[[list[Result]], str]] = {
@@ -623,12 +722,14 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "gate": gate_table,
     "peers": peers_table,
     "plots": plots_block,
+    "policies": policies_table,
     "published": published_table,
     "sanitizer": sanitizer_table,
     "scaling": scaling_table,
     "speed": speed_table,
     "speed_plots": speed_plots_block,
     "sweep": sweep_table,
+    "training": training_table,
 }
 
 _BLOCK = re.compile(r"(<!-- results:begin (\S+) -->\n).*?(<!-- results:end -->)", re.DOTALL)

@@ -16,14 +16,22 @@ from torch import nn
 from typer.testing import CliRunner
 
 import voxmma
-from voxmma import export, torchflags
+from voxmma import export, mapped, torchflags
 from voxmma.export import ArtefactError, compile_model, load
 from voxmma.policy import ComputeSpec, PolicyError, Precision, PrecisionPolicy
+from voxmma.speedbench import SparseUNet
 
 from conftest import random_coords
 
 TF32 = PrecisionPolicy.custom({"Compute": "tf32"})
-HALF_SUM = PrecisionPolicy.auto_mixed.with_compute(ComputeSpec(Precision.F16, Precision.F16))
+HALF_SUM, PROMOTED, RESCALED = (
+    PrecisionPolicy.auto_mixed.with_compute(spec)
+    for spec in (
+        ComputeSpec(Precision.F16, Precision.F16),
+        ComputeSpec(Precision.F16, Precision.F16, chunk=32),
+        ComputeSpec(Precision.BF16, Precision.F16, rescale=True),
+    )
+)
 
 
 class Net(nn.Module):
@@ -193,9 +201,9 @@ def test_files_that_are_not_what_they_say_are_refused(tmp_path: Path) -> None:
         load(path)
 
     good = dict(artefact.metadata)
-    artefact.metadata = {**good, "format": 2}
+    artefact.metadata = {**good, "format": 99}
     artefact.save(path)
-    with pytest.raises(ArtefactError, match="format 2"):
+    with pytest.raises(ArtefactError, match="format 99"):
         load(path)
     artefact.metadata = {**good, "tolerance": good["error"] / 2}
     artefact.save(path)
@@ -232,6 +240,252 @@ def test_frozen_precision_holds_on_a_gpu_whatever_the_switches() -> None:
             assert torchflags.snapshot() == here
 
 
+@pytest.mark.gpu
+def test_sums_of_16_bit_products_hold_on_a_gpu_whatever_the_switches() -> None:
+    if torchflags.get_flag("cuda.matmul.allow_fp16_accumulation") is None:
+        pytest.skip("this PyTorch has no fp16 accumulation")
+    model = nn.Linear(4096, 64).cuda()
+    x = torch.rand(64, 4096, device="cuda")
+    artefact = compile_model(model, (x,), "auto_mixed")
+    expected = artefact(x)
+    with torchflags.preserved():
+        for name in export._SHORT_SUMS:
+            value = torchflags.get_flag(name)
+            torchflags.set_flag(name, [True, *value[1:]] if isinstance(value, list) else True)
+        assert torch.equal(artefact(x), expected)
+
+
+def test_a_launch_holds_the_sums_of_16_bit_products_and_puts_the_switches_back() -> None:
+    def state() -> list[Any]:
+        return [torchflags.get_flag(name) for name in export._SHORT_SUMS]
+
+    with torchflags.preserved():
+        for name in export._SHORT_SUMS:
+            value = torchflags.get_flag(name)
+            if value is not None:
+                torchflags.set_flag(name, [True, *value[1:]] if isinstance(value, list) else True)
+        before = state()
+        with pytest.raises(ZeroDivisionError), export._float32_sums():
+            held = [value[0] if isinstance(value, list) else value for value in state()]
+            assert not any(held) and before != state()
+            raise ZeroDivisionError
+        assert state() == before
+
+
+# ---------------------------------------------------------------- Voxels
+def voxels(n: int, seed: int = 0, device: torch.device | str = "cpu") -> voxmma.Voxels:
+    generator = torch.Generator().manual_seed(seed)
+    feats = torch.randn(n, 4, generator=generator)
+    return voxmma.Voxels(random_coords(n, 12, batch=2, seed=seed), feats, batch_size=2).to(device)
+
+
+def exact_logits(model: nn.Module, x: voxmma.Voxels) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = copy.deepcopy(model).double()(x.double())
+    return out
+
+
+def far(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(
+    ("policy", "accumulator", "bound"),
+    [
+        (PrecisionPolicy.always_f32, "fp32", 2e-6),
+        (PrecisionPolicy.auto_mixed, "fp32", 3e-3),
+        (PrecisionPolicy.auto_mixed_bf16, "fp32", 3e-2),
+        (HALF_SUM, "fp16", 1e-2),
+        (PROMOTED, "fp16_promoted", 3e-3),
+        (RESCALED, "fp16", 3e-2),
+        (TF32, "fp32", 3e-3),
+    ],
+)  # fmt: skip
+def test_a_u_net_takes_voxels_of_any_coordinates(
+    policy: PrecisionPolicy, accumulator: str, bound: float, device: torch.device, tmp_path: Path
+) -> None:
+    model = SparseUNet(4, 16, 5).to(device).eval()
+    compile_model(model, (voxels(400, 1, device),), policy).save(tmp_path / "net.pt2")
+    artefact = load(tmp_path / "net.pt2")
+    rows = [row for row in artefact.metadata["products"] if "tile" in row]
+    assert len(rows) == 9 and {row["accumulator"] for row in rows} == {accumulator}
+    for n in (1, 2, 70, 400, 1500):
+        x = voxels(n, n, device)
+        found = artefact(x)
+        assert found.shape == (n, 5) and far(found, exact_logits(model, x)) < bound
+        assert torch.equal(artefact(x), found)
+    assert artefact(voxels(0, 0, device)).shape == (0, 5)
+    assert not torch.equal(artefact(voxels(70, 3, device)), artefact(voxels(70, 70, device)))
+
+
+class Levels(nn.Module):
+    """Voxels of two levels, and a number for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = voxmma.nn.InstanceNorm(4)
+        self.down = voxmma.nn.SparseConv3d(4, 8, 3, stride=2)
+        self.pool, self.average = voxmma.nn.SparseMaxPool3d(2, 2), voxmma.nn.SparseAvgPool3d(3, 1)
+        self.mean, self.most = voxmma.nn.GlobalAvgPool(), voxmma.nn.GlobalMaxPool()
+
+    def forward(self, both: dict[str, Any]) -> Any:
+        fine = self.norm(both["x"])
+        coarse = self.average(self.down(fine))
+        samples = self.mean(coarse) + self.most(coarse)
+        return {"fine": fine, "coarse": coarse, "pooled": self.pool(fine)}, samples * both["factor"]
+
+
+def test_structures_of_voxels_and_tensors_come_back_on_their_coordinates(device: torch.device) -> None:
+    model = Levels().to(device).eval()
+    ones = torch.ones(2, 1, device=device)
+    artefact = compile_model(model, ({"x": voxels(300, 0, device), "factor": ones},))
+    for n in (9, 300, 3000):
+        x = voxels(n, n, device)
+        inputs = {"x": x, "factor": 3 * ones}
+        with torch.no_grad():
+            expected, samples = model(inputs)
+        levels, found = artefact(inputs)
+        for name in ("fine", "coarse", "pooled"):
+            assert levels[name].coord_set is expected[name].coord_set
+            assert levels[name].stride == expected[name].stride
+            torch.testing.assert_close(levels[name].feats, expected[name].feats)
+        torch.testing.assert_close(found, samples)
+    for bad, error, message in (
+        (({"x": torch.ones(3, 4), "factor": ones},), TypeError, "got .*x.*tensor"),
+        ((voxels(9), voxels(9)), TypeError, "Voxels"),
+        (({"x": voxmma.Voxels(random_coords(9, 4), torch.ones(9, 4)), "factor": ones},),
+         ValueError, "batch_size 1"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            artefact(*bad)
+
+
+def test_networks_whose_graph_depends_on_the_coordinates_are_refused() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: voxmma.Voxels) -> torch.Tensor:
+            return x.feats * (2.0 if x.num_voxels > 100 else 3.0)
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = voxmma.nn.SparseConv3d(4, 4, 3)
+            self.target = voxels(20, 5)
+
+        def forward(self, x: voxmma.Voxels) -> torch.Tensor:
+            return self.layer(x, coords=self.target).feats
+
+    for model, error, message in (
+        (Branch(), ArtefactError, "how many voxels"),
+        (Other(), ValueError, "not made by strided"),
+    ):
+        with pytest.raises(error, match=message):
+            compile_model(model, (voxels(200),))
+    pair = nn.Module()
+    x = voxels(50)
+    with pytest.raises(ValueError, match="share their coordinates"):
+        mapped.with_maps(pair, (x, x.half()))
+    coarse = voxmma.nn.SparseConv3d(4, 4, 2, stride=2)(x)
+    with pytest.raises(ValueError, match="made by a strided layer"):
+        mapped.with_maps(pair, (coarse,))
+
+
+def test_torch_export_takes_voxels_with_their_maps(device: torch.device) -> None:
+    model = SparseUNet(4, 8, 5).to(device).eval()
+    with torch.no_grad():
+        inputs = mapped.with_maps(model, (voxels(300, 0, device),))
+        program = torch.export.export(model, inputs, dynamic_shapes=mapped.dynamic_shapes(inputs))
+        for n in (2, 300, 900):
+            x = voxels(n, n, device)
+            assert torch.equal(program.module()(inputs[0].layout(x)), model(x))
+    layout = inputs[0].layout
+    assert mapped.Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+
+
+# ---------------------------------------------------------------- machine code
+class Small(nn.Module):
+    """Products of every kind that goes through a package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = voxmma.nn.SparseConv3d(4, 16, 3), nn.Linear(16, 5)
+
+    def forward(self, x: voxmma.Voxels) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.relu(self.conv(x).feats))
+        return out
+
+
+def test_two_packages_with_other_policies_in_one_process(device: torch.device, tmp_path: Path) -> None:
+    model = Small().to(device).eval()
+    for name, policy in (("exact", PrecisionPolicy.always_f32), ("short", HALF_SUM)):
+        artefact = compile_model(model, (voxels(300, 0, device),), policy, aot=None)
+        if artefact.engine != "aot":
+            pytest.skip(f"AOTInductor does not work here: {artefact.reason}")
+        artefact.save(tmp_path / name)
+    before = torchflags.snapshot(), voxmma.settings.snapshot()
+    exact, short = load(tmp_path / "exact"), load(tmp_path / "short")
+    assert (torchflags.snapshot(), voxmma.settings.snapshot()) == before
+    for n in (40, 300, 800):
+        x = voxels(n, n, device)
+        for _ in range(2):  # side by side
+            assert far(exact(x), exact_logits(model, x)) < 1e-6
+            assert 1e-5 < far(short(x), exact_logits(model, x)) < 5e-3
+    assert (torchflags.snapshot(), voxmma.settings.snapshot()) == before
+    graph = load(tmp_path / "exact", engine="export")
+    assert (exact.engine, graph.engine, graph.reason) == ("aot", "export", "asked for the graph")
+    torch.testing.assert_close(graph(x), exact(x), rtol=1e-5, atol=1e-6)
+
+    exact.metadata["aot"]["machine"]["pytorch"] = "one"
+    exact.save(tmp_path / "foreign")
+    foreign = load(tmp_path / "foreign")
+    assert foreign.engine == "export" and foreign.reason.startswith("made for pytorch one, here ")
+    with pytest.raises(ArtefactError, match="made for pytorch one"):
+        load(tmp_path / "foreign", engine="aot")
+
+
+@pytest.mark.parametrize("fault", ["does not run", "numbers are off"])
+def test_a_package_that_does_not_work_is_left_out(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        if fault == "does not run":
+            raise RuntimeError("API call failed\nmore")
+        return [torch.zeros(2, 5)]
+
+    monkeypatch.setattr(export.aot, "build", lambda program: (b"package", ""))
+    monkeypatch.setattr(export.aot, "load", lambda package: run)
+    model, x = net()
+    artefact = compile_model(model, (x,), aot=None)
+    assert artefact.engine == "export" and fault in artefact.reason
+    assert error(artefact(x), model, x) < 1e-6
+    with pytest.raises(ArtefactError, match=fault):
+        compile_model(model, (x,), aot=True)
+
+
+def test_without_a_toolchain_the_graph_runs_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: typer.Typer
+) -> None:
+    def none(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no C++ compiler\nmore")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", none)
+    model, x = net()
+    artefact = compile_model(model, (x,), aot=None)
+    assert (artefact.engine, artefact.reason) == ("export", "RuntimeError: no C++ compiler")
+    artefact.save(tmp_path / "net.pt2")
+    again = load(tmp_path / "net.pt2")
+    assert again.reason == artefact.reason and torch.equal(again(x), artefact(x))
+    with pytest.raises(ArtefactError, match="cannot compile this here"):
+        compile_model(model, (x,), aot=True)
+    with pytest.raises(ArtefactError, match="no compiled package"):
+        load(tmp_path / "net.pt2", engine="aot")
+    with pytest.raises(ValueError, match="engine"):
+        load(tmp_path / "net.pt2", engine="fast")
+    (tmp_path / "model.py").write_text(MODEL)
+    for flags, code in (([], 0), (["--no-aot"], 0), (["--aot"], 1)):
+        where = [f"{tmp_path / 'model.py'}:small", "-o", str(tmp_path / "a.pt2")]
+        done = CliRunner().invoke(command, ["compile", *where, *flags])
+        assert done.exit_code == code
+        assert ("not asked for" if flags == ["--no-aot"] else "no C++ compiler") in done.output
+
+
 # ---------------------------------------------------------------- the command
 MODEL = """
 import torch
@@ -261,7 +515,7 @@ def test_the_command(command: typer.Typer, tmp_path: Path) -> None:
     where, runner = f"{tmp_path / 'model.py'}:small", CliRunner()
 
     def run(*flags: str) -> Any:
-        return runner.invoke(command, ["compile", where, "-o", str(tmp_path / "a.pt2"), *flags])
+        return runner.invoke(command, ["compile", where, "-o", str(tmp_path / "a.pt2"), "--no-aot", *flags])
 
     with torchflags.preserved():
         torchflags.set_tf32(True)  # whatever the process does, the default is no

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -306,6 +307,64 @@ def test_the_lightning_callback_restores_and_refuses(lightning: type) -> None:
     with pytest.raises(TypeError, match="float64"):
         FakeTrainer(callback).fit(nn.Linear(2, 2).double(), range(3))
     assert state() == before
+
+
+def test_the_callback_in_a_real_trainer(tmp_path: Path) -> None:
+    """Where Lightning is installed: its hooks, checkpoints, exceptions and refusals are as assumed."""
+    lightning = pytest.importorskip("pytorch_lightning")
+
+    class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, fail_at: int | None = None) -> None:
+            super().__init__()
+            self.layer, self.fail_at = nn.Linear(4, 4), fail_at
+            self.seen: list[tuple[int, bool]] = []
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            self.seen.append((self.current_epoch, torchflags.tf32_allowed()))
+            if self.current_epoch == self.fail_at:
+                raise ZeroDivisionError
+            out: torch.Tensor = self.layer(batch).square().mean()
+            return out
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def fit(
+        model: Model, epochs: int, callbacks: list[Any], resume: Path | None = None, **options: Any
+    ) -> Any:
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = lightning.Trainer(
+            max_epochs=epochs,
+            callbacks=callbacks,
+            accelerator="cpu",
+            default_root_dir=tmp_path,
+            **quiet,
+            **options,
+        )
+        trainer.fit(model, torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=4), ckpt_path=resume)
+        return trainer
+
+    def callback() -> Any:
+        return lightning_callback(TF32Scheduler({0: False, 1: True, 3: False}))
+
+    before = state()
+    whole, first, rest = Model(), Model(), Model()
+    fit(whole, 4, [callback()])
+    assert whole.seen == [(epoch, epoch in (1, 2)) for epoch in range(4) for _ in range(2)]
+    steps = lightning_callback(PolicyScheduler({0: "auto_mixed_bf16"}, unit="step"))
+    fit(first, 2, [callback(), steps]).save_checkpoint(tmp_path / "two.ckpt")
+    fit(rest, 4, [callback()], tmp_path / "two.ckpt")
+    assert first.seen + rest.seen == whole.seen
+    other = lightning_callback(TF32Scheduler({0: False, 1: True}))
+    for model, callbacks, options, error in (
+        (Model(), [other], {"resume": tmp_path / "two.ckpt"}, ScheduleError),
+        (Model(fail_at=1), [callback()], {}, ZeroDivisionError),
+        (Model(), [callback()], {"precision": "bf16-mixed"}, ScheduleError),
+        (Model().double(), [callback()], {}, TypeError),
+    ):
+        with pytest.raises(error):
+            fit(model, 4, callbacks, **options)
+        assert state() == before
 
 
 def test_without_lightning_the_callback_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

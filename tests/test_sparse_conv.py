@@ -383,6 +383,25 @@ def test_inference_mode_asks_and_the_record_says_what_ran(device: torch.device, 
             assert wanted in record.reason
 
 
+def test_compiled_code_does_not_see_inference_mode_but_every_order(device: torch.device) -> None:
+    """torch leaves inference mode while it traces, so a permission turns into fp32, whoever compiled it."""
+    conv = SparseConv3d(64, 8, 3, device=device, dtype=torch.float16).eval()
+    x = voxmma.Voxels(random_coords(80, 5).to(device), torch.rand(80, 64, device=device).half())
+    conv(x)  # makes the map
+    with torch.inference_mode():
+        assert voxmma.explain(conv(x)).decided_by == "inference_mode"
+    for first, second in ((torch.no_grad, torch.inference_mode), (torch.inference_mode, torch.no_grad)):
+        torch._dynamo.reset()
+        compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+        for context in (first, second, first):
+            with context():
+                record = voxmma.explain(compiled(x))
+            assert (record.requested, record.accumulator, record.decided_by) == ("fp32", "fp32", "default")
+        with torch.inference_mode(), voxmma.settings.override(fp16_accum=True):
+            ordered = voxmma.explain(compiled(x))
+        assert (ordered.accumulator, ordered.decided_by) == ("fp16", "runtime")
+
+
 def test_flag_levels_reach_the_kernel(device: torch.device) -> None:
     """The record, and the numbers: True gives the fp16 accumulator's result, False the fp32 one's."""
     x, w, _ = draw("one_signed", torch.float16, device, 300, 64, 8)

@@ -5,11 +5,14 @@ float32 product by an operator that carries its precision as an attribute (``vox
 fp32_precision="ieee")``); sparse convolutions carry their accumulator and tiles anyway. So an artefact
 computes the same whatever the process around it is set to, and two with different policies run side by side.
 `load` touches no process-wide state; it runs the stored example and compares it with the stored float64
-result.
+result. Beside the graph an artefact may hold machine code that AOTInductor made of it (`voxmma.aot`).
 
 Where a CUDA product's frozen precision is not the process's, the operator holds PyTorch's switches for the
 length of its launch, under a lock, and puts them back. On a CPU, which has no TF32, the operands are rounded
 as TF32 rounds them.
+
+The graph takes and returns plain tensors; `Voxels` become features, coordinates and kernel maps
+(`voxmma.mapped`), which are made for each input outside of it.
 """
 
 from __future__ import annotations
@@ -23,20 +26,32 @@ import io
 import json
 import logging
 import math
+import re
 import threading
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 import voxmma
-from voxmma import policy_graph, settings, torchflags
+from voxmma import aot, policy_graph, settings, torchflags
+from voxmma.derive import DEFAULT_MAX_VOXELS
+from voxmma.mapped import Layout, MappedVoxels, variable_sizes, with_maps
 from voxmma.policy import (
     ComputeSpec,
     OpKind,
@@ -48,12 +63,14 @@ from voxmma.policy import (
     set_sparse_layer,
 )
 from voxmma.tiles import plan_call
+from voxmma.voxels import Voxels
 
 __all__ = ["Artefact", "ArtefactError", "Check", "compile_model", "load", "register"]
 
 _LOG = logging.getLogger("voxmma.export")
-_FORMAT = 1
+_FORMAT = 2
 _EXTRA = ("voxmma.json", "voxmma.check")
+_PACKAGE = "voxmma/aot.pt2"  # in the archive, beside what torch.export writes
 _LOCK = threading.RLock()
 
 
@@ -85,12 +102,46 @@ def _held(fp32_precision: str) -> Iterator[None]:
             torchflags.restore(before, parts=("tree", "legacy"))
 
 
+#: What cuBLAS may do to the sums of 16-bit products, and PyTorch's attention on top of it.
+_SHORT_SUMS = (
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_accumulation",
+    "sdp.math_allow_fp16_bf16_reduction",
+)
+
+
+@contextlib.contextmanager
+def _float32_sums() -> Iterator[None]:
+    """Sums of 16-bit products in float32, whatever the process allows, for one launch."""
+    changed = []
+    for name in _SHORT_SUMS:
+        value = torchflags.get_flag(name)
+        wanted = [False, *value[1:]] if isinstance(value, list) else False
+        if value not in (None, wanted):
+            changed.append((name, value, wanted))
+    if not changed:
+        yield
+        return
+    with _LOCK:
+        try:
+            for name, _, wanted in changed:
+                torchflags.set_flag(name, wanted)
+            yield
+        finally:
+            for name, value, _ in changed:
+                torchflags.set_flag(name, value)
+
+
 def _frozen(call: Callable[..., Tensor], fp32_precision: str, *operands: Tensor) -> Tensor:
     """``call`` on the operands in the frozen precision."""
     if fp32_precision not in ("ieee", "tf32"):
         raise ValueError(f"fp32_precision is 'ieee' or 'tf32', not {fp32_precision!r}")
     if any(t.dtype != torch.float32 for t in operands):
-        return call(*operands)
+        if operands[0].device.type != "cuda":
+            return call(*operands)
+        with _float32_sums():
+            return call(*operands)
     if operands[0].device.type != "cuda":
         return call(*map(round_tf32, operands)) if fp32_precision == "tf32" else call(*operands)
     with _held(fp32_precision):
@@ -219,43 +270,54 @@ def _frozen_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     return None
 
 
+def _dtype_name(node: fx.Node) -> str:
+    return str(node.meta["val"].dtype).removeprefix("torch.")
+
+
 def _freeze(gm: fx.GraphModule, fp32_precision: str) -> list[dict[str, str]]:
-    """Replaces float32 products by frozen operators; returns every product with its precision."""
+    """Replaces products by frozen operators; returns every product with its precision."""
     products = []
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         operands = [n for n in node.all_input_nodes if policy_graph.is_float(n)]
-        if str(node.target) == "voxmma.conv.default":
-            dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+        if policy_graph.is_sparse_product(node):
             products.append(
                 {
                     "node": node.name,
                     "op": str(node.target),
                     "accumulator": node.args[8],
                     "tile": node.args[9],
-                    "out": dtype,
+                    "out": _dtype_name(node),
                 }
             )
+            if not node.args[4]:  # AOTInductor cannot pass an empty list; without a backward nobody reads it
+                node.args = (*node.args[:4], node.args[3], *node.args[5:])
             continue
         if kind_of(node.target) is not OpKind.Compute or not operands:
             continue
-        if not any(n.meta["val"].dtype == torch.float32 for n in operands):
-            dtype = str(operands[0].meta["val"].dtype).removeprefix("torch.")
-            products.append({"node": node.name, "op": str(node.target), "operands": dtype})
-            continue
+        short = not any(n.meta["val"].dtype == torch.float32 for n in operands)
         frozen = _frozen_call(node)
         if frozen is None:
-            raise ArtefactError(
-                f"{node.name} ({node.target}) is a float32 product whose precision cannot be frozen"
-            )
+            if not short:
+                raise ArtefactError(
+                    f"{node.name} ({node.target}) is a float32 product whose precision cannot be frozen"
+                )
+            found = {"operands": _dtype_name(operands[0]), "sums": "as the process allows"}
+            products.append({"node": node.name, "op": str(node.target), **found})
+            continue
         target, arguments = frozen
         with gm.graph.inserting_before(node):
             new = gm.graph.call_function(target, (*arguments, fp32_precision))
         new.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
-        products.append({"node": new.name, "op": str(target), "fp32_precision": fp32_precision})
+        found = (
+            {"operands": _dtype_name(operands[0]), "sums": "fp32"}
+            if short
+            else {"fp32_precision": fp32_precision}
+        )
+        products.append({"node": new.name, "op": str(target), **found})
     gm.graph.lint()
     gm.recompile()
     return products
@@ -271,10 +333,12 @@ def _product_bound(node: fx.Node, args: Sequence[Any]) -> tuple[float, bool]:
     name = target._schema.name.split("::")[1]
     operands = _floats(args)
     accumulator = "fp32"
-    if name == "conv":
+    tf32 = node.args[-1] == "tf32"
+    if policy_graph.is_sparse_product(node):
         weight = operands[1]
         length = weight.shape[0] * weight.shape[-2]
         accumulator = args[8]
+        tf32 = args[9].endswith("_tf32")
     elif name.startswith("frozen_conv") or name.startswith("conv"):
         length = operands[1][0].numel()
     elif "attention" in name:
@@ -289,7 +353,7 @@ def _product_bound(node: fx.Node, args: Sequence[Any]) -> tuple[float, bool]:
         eta = 17 * _UNIT[torch.float16] + length * 2.0**-24
     else:
         eta = (length + 2) * 2.0**-23  # tensor cores truncate
-    return eta + (2 * 2.0**-11 if node.args[-1] == "tf32" else 0.0), "attention" in name
+    return eta + (2 * 2.0**-11 if tf32 else 0.0), "attention" in name
 
 
 def _absolute(value: Any) -> Any:
@@ -322,7 +386,8 @@ class _Perturbed(fx.Interpreter):
             }
             kwargs = {**kwargs, **wide}
             out = self._exact(n, args, kwargs)
-            if kind_of(n.target) is OpKind.Compute or str(n.target).startswith("voxmma."):
+            kind = kind_of(n.target)
+            if kind is OpKind.Compute or (kind is None and str(n.target).startswith("voxmma.")):
                 eta, attention = _product_bound(n, args)
                 signless = tree_map(_absolute, args)
                 if attention:  # the weights are an exponential of the scores: their error grows with them
@@ -334,13 +399,15 @@ class _Perturbed(fx.Interpreter):
         return out * (1 + _UNIT[dtype] * self._sign(out))
 
     def _exact(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if str(n.target) == "voxmma.conv.default":
+        target = n.target
+        if policy_graph.is_sparse_product(n):
+            target = torch.ops.voxmma.conv.default
             weight = args[1]
             groups = weight.shape[1] if weight.dim() == 4 else 1
             channels = (weight.shape[-2] * groups, weight.shape[-1] * groups)
             plan = plan_call(torch.float64, False, "default", *channels, groups, args[0].device)
             args = (*args[:8], "fp64", *tuple(plan)[2:5], None)
-        return getattr(self, n.op)(n.target, args, kwargs)
+        return getattr(self, n.op)(target, args, kwargs)
 
 
 def _rel_l2(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
@@ -376,15 +443,29 @@ class Artefact:
     """A frozen network. Call it as the module was called; it is for inference.
 
     Attributes:
-        program: the torch.export program.
+        program: the torch.export program, from and to plain tensors.
         metadata: policy, products with their precision, versions, tolerance, hash of the weights.
+        engine: what runs: 'aot' for the compiled package, 'export' for the program's graph.
+        reason: why it is not the package; '' when it is.
     """
 
-    def __init__(self, program: torch.export.ExportedProgram, metadata: dict[str, Any], example: Any) -> None:
+    def __init__(
+        self,
+        program: torch.export.ExportedProgram,
+        metadata: dict[str, Any],
+        example: tuple[tuple[Tensor, ...], list[Tensor]],
+        package: bytes = b"",
+        reason: str = "",
+    ) -> None:
         self.program = program
         self.metadata = metadata
         self._example = example
-        self._module = program.module()
+        self._package = package
+        self.engine, self.reason = ("aot", "") if package and not reason else ("export", reason)
+        self._run = aot.load(package) if self.engine == "aot" else program.module()
+        self._inputs = treespec_loads(metadata["inputs"])
+        self._outputs = treespec_loads(metadata["outputs"])
+        self._layouts = list(_layouts(self._inputs))
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -392,13 +473,36 @@ class Artefact:
         return as_policy(self.metadata["policy"])
 
     def __call__(self, *inputs: Any) -> Any:
+        """The network's outputs. Voxels may be any of the frozen batch size and stride; their maps are cached
+        on their coordinates. Raises TypeError or ValueError for inputs of another structure."""
+        leaves, spec = tree_flatten(inputs, is_leaf=_is_voxels)
+        layouts = iter(self._layouts)
+        leaves = [_with_layout(next(layouts, None), leaf) if _is_voxels(leaf) else leaf for leaf in leaves]
+        flat, found = tree_flatten(tree_unflatten(leaves, spec))
+        if found != self._inputs:
+            raise TypeError(f"expected inputs built as {_shown(self._inputs)}, got {_shown(found)}")
+        outputs = self._flat(*flat)
+        for output, place in self.metadata["passed"].items():
+            outputs[int(output)] = flat[place]
+        sets = [made for leaf in leaves if isinstance(leaf, MappedVoxels) for made in leaf.sets]
+
+        def reunite(leaf: Any) -> Any:
+            """Voxels on the very coordinate set they lie on, maps included."""
+            if not isinstance(leaf, Voxels):
+                return leaf
+            known = next((made for made in sets if made.coords is leaf.coords), leaf.coord_set)
+            return Voxels._make(known, leaf.feats, leaf.stride)
+
+        return tree_map(reunite, tree_unflatten(outputs, self._outputs), is_leaf=_is_voxels)
+
+    def _flat(self, *tensors: Any) -> list[Any]:
         with torch.no_grad():
-            return self._module(*inputs)
+            return list(self._run(*tensors))
 
     def check(self) -> Check:
         """Runs the stored example and compares it with the stored float64 result."""
         inputs, wanted = self._example
-        return Check(_rel_l2(_floats(self(*inputs)), wanted), self.metadata["tolerance"])
+        return Check(_rel_l2(_floats(self._flat(*inputs)), wanted), self.metadata["tolerance"])
 
     def save(self, path: str | Path) -> None:
         """Writes the artefact (a torch.export archive)."""
@@ -409,6 +513,39 @@ class Artefact:
             _EXTRA[1]: base64.b64encode(buffer.getvalue()).decode(),
         }
         torch.export.save(self.program, str(path), extra_files=extra)
+        if self._package:
+            with zipfile.ZipFile(path, "a") as archive:
+                root = archive.namelist()[0].split("/")[0]
+                archive.writestr(f"{root}/{_PACKAGE}", self._package)
+
+
+def _is_voxels(value: Any) -> bool:
+    return isinstance(value, Voxels)
+
+
+def _layouts(spec: TreeSpec) -> Iterator[Layout]:
+    """The layouts of the Voxels in a structure, in order."""
+    if spec.type is MappedVoxels:
+        yield spec.context
+        return
+    for child in spec.children() if hasattr(spec, "children") else spec.children_specs:
+        yield from _layouts(child)
+
+
+def _shown(spec: TreeSpec) -> str:
+    """A structure for a message, such as (tensor, Voxels)."""
+
+    def named(node: Any) -> Any:
+        return "Voxels" if isinstance(node, MappedVoxels) else "tensor"
+
+    tree = tree_unflatten([None] * spec.num_leaves, spec)
+    return str(tree_map(named, tree, is_leaf=lambda node: node is None or _is_voxels(node))).replace("'", "")
+
+
+def _with_layout(layout: Layout | None, voxels: Voxels) -> MappedVoxels:
+    if layout is None:
+        raise TypeError("the inputs hold Voxels where the example had none")
+    return layout(voxels)
 
 
 def _weights_hash(state: Mapping[str, Any]) -> str:
@@ -419,49 +556,167 @@ def _weights_hash(state: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _exported(module: nn.Module, inputs: tuple[Any, ...]) -> fx.GraphModule:
-    """The module as one graph of operators, without the checks that export adds."""
-    gm = torch.export.export(module, inputs).module()
+class _Flat(nn.Module):
+    """A module from and to plain tensors."""
+
+    def __init__(self, module: nn.Module, inputs: TreeSpec) -> None:
+        super().__init__()
+        self.module = module
+        self.inputs = inputs
+
+    def forward(self, *tensors: Any) -> tuple[Any, ...]:
+        return tuple(tree_leaves(self.module(*tree_unflatten(list(tensors), self.inputs))))
+
+
+Axes = list[dict[int, int]]  # as voxmma.mapped.variable_sizes
+
+
+def _variable(inputs: tuple[Any, ...]) -> Axes:
+    """`variable_sizes` of the flat inputs, ids of several Voxels apart."""
+    found: Axes = []
+    for leaf in tree_leaves(inputs, is_leaf=_is_voxels):
+        own = variable_sizes(leaf) if isinstance(leaf, MappedVoxels) else [{}]
+        start = 1 + max((number for axes in found for number in axes.values()), default=-1)
+        found += [{axis: start + number for axis, number in axes.items()} for axes in own]
+    return found
+
+
+def _export(module: nn.Module, flat: Sequence[Any], variable: Axes) -> torch.export.ExportedProgram:
+    """torch.export with the variable sizes as such."""
+    shapes: Any = torch.export.ShapesCollection()
+    traced = []
+    for leaf, axes in zip(flat, variable, strict=True):
+        if axes:
+            leaf = leaf.view_as(leaf)  # one of its own, since shapes go by identity
+            shapes[leaf] = dict.fromkeys(axes, torch.export.Dim.AUTO)
+        traced.append(leaf)
+    return torch.export.export(module, tuple(traced), dynamic_shapes=shapes if any(variable) else None)
+
+
+def _resized(flat: Sequence[Any], variable: Axes, size: Callable[[int, int], int]) -> list[Any]:
+    """Blank tensors of variable sizes ``size(id, present one)`` in place of those that have others."""
+    found = []
+    for leaf, axes in zip(flat, variable, strict=True):
+        if axes:
+            shape = [size(axes[i], n) if i in axes else n for i, n in enumerate(leaf.shape)]
+            leaf = leaf if shape == list(leaf.shape) else leaf.new_zeros(shape)
+        found.append(leaf)
+    return found
+
+
+def _refuse_fixed_sizes(program: torch.export.ExportedProgram, variable: Axes) -> None:
+    """Raises ArtefactError when the graph holds for some numbers of voxels alone."""
+    users = set(program.graph_signature.user_inputs)
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in users]
+    values = [(n.meta["val"], axis) for n, axes in zip(nodes, variable, strict=True) for axis in axes]
+    found = []
+    for value, axis in values:
+        size = value.shape[axis]
+        bounds = None if isinstance(size, int) else program.range_constraints.get(size.node.expr)
+        if bounds is None or bounds.lower > 2 or bounds.upper < DEFAULT_MAX_VOXELS:
+            found.append(f"{size}" if bounds is None else f"{size} in {bounds}")
+    if values:
+        for guard in values[0][0].fake_mode.shape_env.guards:
+            text = str(guard.expr)  # every layer's own limit, and equal sizes are no matter: see _exported
+            if not (text.endswith(f"<= {DEFAULT_MAX_VOXELS}") or re.fullmatch(r"Eq\(s\d+, s\d+\)", text)):
+                found.append(text)
+    if found:
+        raise ArtefactError(
+            f"the network's graph depends on how many voxels there are ({'; '.join(found)}): export it on "
+            "coordinates that it holds"
+        )
+
+
+def _exported(module: nn.Module, flat: Sequence[Any], variable: Axes) -> fx.GraphModule:
+    """The module as one graph of operators, without the checks that export adds.
+
+    It is traced in sizes that are equal only where they always are.
+    """
+    program = _export(module, _resized(flat, variable, lambda number, _: 101 + 2 * number), variable)
+    _refuse_fixed_sizes(program, variable)
+    gm = program.module()
     assert isinstance(gm, fx.GraphModule)
+    _inline(gm)
     for node in list(gm.graph.nodes):
         if node.target == "_guards_fn" or node.target is torch.ops.aten._assert_tensor_metadata.default:
             gm.graph.erase_node(node)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise ArtefactError(
+                f"{node.name} ({node.target}) holds a graph of its own, which cannot be frozen"
+            )
     gm.recompile()
     return gm
+
+
+def _inline(gm: fx.GraphModule) -> None:
+    """Puts regions of another gradient mode into the graph: an artefact has no gradients."""
+    for node in list(gm.graph.nodes):
+        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+            continue
+        inner = gm.get_submodule(node.args[1].target)
+        assert isinstance(inner, fx.GraphModule)
+        _inline(inner)
+        values = dict(
+            zip((n for n in inner.graph.nodes if n.op == "placeholder"), node.args[2:], strict=True)
+        )
+        with gm.graph.inserting_before(node):
+            results: Any = gm.graph.graph_copy(inner.graph, values)
+        for user in list(node.users):  # each takes one of the results
+            user.replace_all_uses_with(results[user.args[1]])
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+
+
+def _passed(gm: fx.GraphModule) -> dict[str, int]:
+    """Outputs that are inputs as they came: place among the outputs to place among the inputs."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    (outputs,) = (node.args[0] for node in gm.graph.nodes if node.op == "output")
+    return {str(i): inputs.index(n) for i, n in enumerate(cast(tuple[Any, ...], outputs)) if n in inputs}
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def compile_model(
     module: nn.Module,
     inputs: tuple[Any, ...],
     policy: PrecisionPolicy | str | Mapping[str, Any] = "always_f32",
+    aot: bool | None = False,
 ) -> Artefact:
     """Freezes ``module`` under ``policy`` for inference on inputs like ``inputs``.
 
     Args:
-        module: not changed. Sparse networks: a module that holds its coordinates and takes features.
+        module: not changed.
         inputs: example inputs, on the device the artefact will run on; kept in the artefact for its check.
+            Tensors have these sizes later too; `Voxels` may be any of this batch size and stride.
         policy: decides everything, whatever the process is set to. Sparse layers get its accumulator.
+        aot: compile the graph with AOTInductor; None: where that works here. It takes a C++ compiler, and
+            Triton for a GPU.
 
     Raises TypeError for float64 modules, PolicyError for a policy the layers cannot follow, ArtefactError for
-    a float32 product whose precision cannot be frozen, or when the artefact misses its own tolerance.
+    a float32 product whose precision cannot be frozen, for a graph that depends on the number of voxels, when
+    the artefact misses its own tolerance, or when AOTInductor was asked for and fails.
     """
     policy = as_policy(policy)
     torchflags.refuse_fp64(module, f"policy {policy}")
     module = copy.deepcopy(module).eval().requires_grad_(False)
     for layer in module.modules():
-        if is_sparse_conv(layer):
-            set_sparse_layer(layer, policy)
+        if is_sparse_conv(layer):  # traced in float32 like the rest; the graph pass puts the policy on them
+            set_sparse_layer(layer, PrecisionPolicy.always_f32)
     precision = "tf32" if policy.tf32 else "ieee"
     before = torchflags.snapshot()
     try:
         with torch.no_grad(), settings.override(fp32_precision=precision, fp16_accum=None):
-            module(*inputs)  # builds kernel maps, which is nothing to trace
-            new, casts = policy_graph.rewrite(_exported(module, inputs), policy, inputs)
+            inputs = with_maps(module, inputs)
+            wrapped = _Flat(module, tree_flatten(inputs)[1])
+            outputs = tree_flatten(module(*inputs))[1]
+            flat, variable = tree_leaves(inputs), _variable(inputs)
+            new, casts = policy_graph.rewrite(_exported(wrapped, flat, variable), policy, flat)
             products = _freeze(new, precision)
-            program = torch.export.export(new, inputs)
-            double = tree_map(
-                lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, inputs
-            )
+            # Export takes sizes of 0 and 1 for fixed.
+            program = _export(new, _resized(flat, variable, lambda _, size: max(size, 2)), variable)
+            double = list(map(_double, flat))
             exact = _floats(_Perturbed(new, 0, 0.0).run(*double))
             spread = max(
                 _rel_l2(_floats(_Perturbed(new, seed, 1.0).run(*double)), exact) for seed in range(1, 4)
@@ -478,24 +733,61 @@ def compile_model(
         "casts": casts.to_json(),
         "tolerance": 2 * spread,
         "weights": _weights_hash(program.state_dict),
+        "inputs": treespec_dumps(wrapped.inputs),
+        "outputs": treespec_dumps(outputs),
+        "passed": _passed(new),
         "voxmma": voxmma.__version__,
         "torch": torch.__version__,
     }
-    artefact = Artefact(program, metadata, (inputs, exact))
+    metadata["aot"] = {"missing": "not asked for"}
+    artefact = Artefact(program, metadata, (tuple(flat), exact), reason="not asked for")
     check = artefact.check()
     metadata["error"] = check.error
     if not check.good:
         raise ArtefactError(f"the frozen network misses its own tolerance: {check}")
-    return artefact
+    return artefact if aot is False else _with_package(artefact, aot)
 
 
-def load(path: str | Path, check: bool = True) -> Artefact:
+def _machine(flat: Sequence[Any]) -> aot.Machine:
+    return aot.Machine.here(next((t.device for t in flat if isinstance(t, Tensor)), torch.device("cpu")))
+
+
+def _with_package(artefact: Artefact, wanted: bool | None) -> Artefact:
+    """The artefact with AOTInductor's package, or why there is none: it has to compile, run, and be exact."""
+    program, example = artefact.program, artefact._example
+    with torch.no_grad():
+        package, reason = aot.build(program)
+    made = artefact
+    if not reason:
+        metadata = {**artefact.metadata, "aot": {"machine": _machine(example[0]).to_json()}}
+        made = Artefact(program, metadata, example, package)
+        try:
+            check = made.check()
+            metadata["error"] = check.error
+            reason = "" if check.good else f"its numbers are off: {check}"
+        except RuntimeError as error:
+            reason = f"it does not run: {str(error).strip().splitlines()[0]}"
+    if not reason:
+        return made
+    if wanted:
+        raise ArtefactError(f"AOTInductor cannot compile this here: {reason}")
+    return Artefact(program, {**artefact.metadata, "aot": {"missing": reason}}, example, reason=reason)
+
+
+def load(path: str | Path, check: bool = True, engine: str | None = None) -> Artefact:
     """Reads an artefact. Touches no process-wide state.
 
-    With ``check`` the stored example runs, and the result is logged (logger voxmma.export). Raises
-    ArtefactError for a file that is no artefact of this format, whose weights are not those that were frozen,
-    or whose numbers are off on this machine.
+    Args:
+        path: the file.
+        check: run the stored example and compare; the result is logged (logger voxmma.export).
+        engine: 'export' for the graph; 'aot' for the compiled package, an error where there is none that fits
+            this machine; None: the package where there is one, else the graph, and the log says why.
+
+    Raises ArtefactError for a file that is no artefact of this format, whose weights are not those that were
+    frozen, or whose numbers are off on this machine.
     """
+    if engine not in (None, "export", "aot"):
+        raise ValueError(f"engine is 'export', 'aot' or None, not {engine!r}")
     extra = dict.fromkeys(_EXTRA, "")
     program = torch.export.load(str(path), extra_files=extra)
     if not all(extra.values()):
@@ -506,7 +798,18 @@ def load(path: str | Path, check: bool = True) -> Artefact:
     if _weights_hash(program.state_dict) != metadata["weights"]:
         raise ArtefactError(f"{path}: the weights are not those that were frozen")
     example = torch.load(io.BytesIO(base64.b64decode(extra[_EXTRA[1]])), weights_only=True)
-    artefact = Artefact(program, metadata, example)
+    with zipfile.ZipFile(path) as archive:
+        entries = [name for name in archive.namelist() if name.endswith("/" + _PACKAGE)]
+        package = archive.read(entries[0]) if entries else b""
+    reason = "asked for the graph" if engine == "export" else metadata["aot"].get("missing", "")
+    if not reason:
+        reason = _machine(example[0]).mismatch(metadata["aot"]["machine"]) or (
+            "" if package else "not in the file"
+        )
+    if reason and engine == "aot":
+        raise ArtefactError(f"{path} has no compiled package for this machine: {reason}")
+    artefact = Artefact(program, metadata, example, package, reason)
+    _LOG.info("%s runs its %s%s", path, "package" if not reason else "graph", f": {reason}" if reason else "")
     if check:
         found = artefact.check()
         _LOG.info("%s (%s): %s", path, metadata["name"], found)
@@ -556,6 +859,10 @@ def register(app: typer.Typer) -> None:
         fp16_accum: Annotated[
             bool, typer.Option("--fp16-accum/--no-fp16-accum", help="fp16 accumulators in sparse layers.")
         ] = False,
+        aot: Annotated[
+            bool | None,
+            typer.Option("--aot/--no-aot", help="Compile with AOTInductor; by default where that works."),
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     ) -> None:
         """Export a network with its precision frozen, whatever training used.
@@ -573,9 +880,10 @@ def register(app: typer.Typer) -> None:
             raise typer.Exit(2) from None
         module, inputs = _factory(model)
         try:
-            artefact = compile_model(module, inputs, chosen)
+            artefact = compile_model(module, inputs, chosen, aot)
             artefact.save(out)
-            check = load(out, check=False).check()
+            loaded = load(out, check=False)
+            check = loaded.check()
         except (ArtefactError, ValueError, TypeError) as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(1) from None
@@ -583,6 +891,9 @@ def register(app: typer.Typer) -> None:
         for product in artefact.metadata["products"]:
             detail = ", ".join(f"{k}={v}" for k, v in product.items() if k not in ("node", "op"))
             table.add_row(product["node"], product["op"], detail)
-        show({**artefact.metadata, "out": str(out)}, table, as_json)
+        machine_code = loaded.engine == "aot"
+        table.add_row("AOTInductor", "compiled" if machine_code else "not compiled", loaded.reason)
+        found = {"out": str(out), "engine": loaded.engine, "reason": loaded.reason}
+        show({**artefact.metadata, **found}, table, as_json)
         if not check.good:
             raise typer.Exit(1)

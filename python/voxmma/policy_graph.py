@@ -213,7 +213,11 @@ def _plan_sparse(node: fx.Node, policy: PrecisionPolicy, report: CastReport) -> 
     with node.graph.inserting_before(node):
         operand = _cast(x, dtype, report)
     node.target = torch.ops.voxmma.conv_rescaled.default if scaled else torch.ops.voxmma.conv.default
-    node.args = (operand, *node.args[1:8], plan[0], *plan[2:], written)
+    node.args = (operand, *node.args[1:8], plan[0], *plan[2:])
+    if (
+        scaled or written != dtype
+    ):  # else left out: AOTInductor of torch 2.11 passes another dtype than it is given
+        node.args = (*node.args, written)
     report.kinds[OpKind.Compute.value] += 1
 
 

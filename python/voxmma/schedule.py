@@ -159,9 +159,10 @@ class _Scheduler(Generic[T]):
         if state.get("version") != 1:
             raise ScheduleError(f"scheduler state version {state.get('version')!r} is not known here")
         if state["unit"] != self.unit or state["schedule"] != self._record():
+            theirs = ", ".join(f"{key}: {as_policy(value)}" for key, value in state["schedule"].items())
             raise ScheduleError(
-                f"the checkpoint was trained under another schedule ({state['unit']}s {state['schedule']}); "
-                "make the scheduler with that one to resume"
+                f"the checkpoint was trained under another schedule ({state['unit']}s {theirs}); make the "
+                "scheduler with that one to resume"
             )
         index = state["index"]
         self.index = index
@@ -279,6 +280,11 @@ def lightning_callback(scheduler: _Scheduler[Any]) -> Any:
 
         def __init__(self) -> None:
             self.scheduler = scheduler
+
+        @property
+        def state_key(self) -> str:
+            """Its place in the checkpoint, so that a trainer may have one callback of each kind."""
+            return f"voxmma.{type(scheduler).__name__}.{scheduler.unit}"
 
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             if stage == "fit":

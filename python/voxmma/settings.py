@@ -258,8 +258,10 @@ def resolve_fp16_accum(use_fp16_accum: bool | None, dtype: torch.dtype) -> tuple
         accumulator is legal for `dtype` and this device is the tile selector's matter, and what ran is in
         explain().
 
-    Under torch.compile the 'inference_mode' level is never seen, because torch leaves inference mode while it
-    traces; as that level is a permission and not an order, compiled calls without a flag accumulate in fp32.
+    Under torch.compile the 'inference_mode' level is never seen: torch leaves inference mode while it traces
+    and keeps no trace of it that could be read or guarded on. As that level is a permission and not an order,
+    compiled calls without a flag accumulate in fp32, in or out of inference mode; orders are seen and guarded
+    on.
     """
     if check_flag(use_fp16_accum, "use_fp16_accum") is not None:
         return bool(use_fp16_accum), "module"

@@ -38,6 +38,7 @@ __all__ = [
     "FlagsError",
     "effective_fp32_precision",
     "fp32_behaviour",
+    "get_flag",
     "preserved",
     "refuse_fp64",
     "restore",
@@ -187,6 +188,11 @@ def _plain_table() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
 
 
 _PLAIN = _plain_table()
+
+
+def get_flag(name: str) -> Any:
+    """One independent switch by its name in `Flags.plain`; None when this PyTorch does not have it."""
+    return _PLAIN[name][0]() if name in _PLAIN else None
 
 
 def set_flag(name: str, value: Any) -> None:

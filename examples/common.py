@@ -126,7 +126,7 @@ def train(
 def one_cycle(step: int, steps: int) -> float:
     """Factor of the learning rate: up in a fifth of the steps, then down to 0 along a cosine."""
     up = max(1, steps // 5)
-    return min((step + 1) / up, 0.5 + 0.5 * math.cos(math.pi * max(0, step - up) / (steps + 1 - up)))
+    return min((step + 1) / up, 0.5 + 0.5 * math.cos(math.pi * max(0, step + 1 - up) / (steps + 1 - up)))
 
 
 def evaluate(task: Task, model: nn.Module) -> tuple[float, float]:

@@ -214,9 +214,7 @@ def _plan_sparse(node: fx.Node, policy: PrecisionPolicy, report: CastReport) -> 
         operand = _cast(x, dtype, report)
     node.target = torch.ops.voxmma.conv_rescaled.default if scaled else torch.ops.voxmma.conv.default
     node.args = (operand, *node.args[1:8], plan[0], *plan[2:])
-    if (
-        scaled or written != dtype
-    ):  # else left out: AOTInductor of torch 2.11 passes another dtype than it is given
+    if scaled or written != dtype:  # AOTInductor of torch 2.11 garbles dtypes: none where none is needed
         node.args = (*node.args, written)
     report.kinds[OpKind.Compute.value] += 1
 

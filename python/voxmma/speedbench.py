@@ -219,6 +219,9 @@ class SparseUNet(nn.Module):
 
 
 def _mlp(full: bool) -> Workload:
+    def wide(out: torch.Tensor) -> torch.Tensor:
+        return out if out.dtype == torch.float64 else out.float()
+
     width, batch = (8192, 512) if full else (256, 64)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
     target = torch.randn(batch, width)
@@ -227,7 +230,7 @@ def _mlp(full: bool) -> Workload:
         f"3 x Linear({width}, {width}), batch {batch}",
         model,
         (torch.randn(batch, width),),
-        lambda out: F.mse_loss(out.float() if out.dtype != torch.float64 else out, target.to(out.device)),
+        lambda out: F.mse_loss(wide(out), target.to(wide(out))),
     )
 
 

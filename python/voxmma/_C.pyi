@@ -13,7 +13,7 @@ TORCH_VERSION: str
 
 def kernel_configs() -> list[dict[str, Any]]: ...
 def index_coords(coords: Tensor, bounds: Sequence[int] = ()) -> tuple[Tensor, Tensor, list[int]]:
-    """Morton order, bricks, and without `bounds` [bad row, duplicate row, its twin, smallest 4, largest 4]."""
+    """Order, bricks, and without `bounds` [bad row, duplicate row, its twin, smallest 4, largest 4]."""
 
 def derive_coords(
     coords: Tensor,
@@ -39,7 +39,7 @@ def build_plan(
     mul: Sequence[int],
     div: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
-    """The tensors of a map, PlanStats, and the number of pairs, -1 where the statistics have not been read."""
+    """The tensors of a map, PlanStats, and the number of pairs, -1 where they are not read."""
 
 def plan_to_table(plan: list[Tensor], n_out: int) -> Tensor: ...
 def mma_probe(kind: int, a: Tensor, b: Tensor, c: Tensor) -> Tensor:

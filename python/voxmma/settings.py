@@ -150,7 +150,7 @@ def _effective(field: str) -> Any:
 
 
 def state() -> tuple[Settings, Settings]:
-    """The run-time and the environment level; as long as both are the same objects, no setting has changed."""
+    """The run-time and the environment level; while both are the same objects, no setting has changed."""
     return _runtime, _environment
 
 

@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 import voxmma
-from voxmma import bench, benchplots, peerbench, peers, roofline, scaling, timing
+from voxmma import bench, benchplots, peerbench, peers, roofline, scaling, timing, torchflags
 from voxmma.cli import app
 from voxmma.convert import LAYOUTS, convert_weight
 from voxmma.peers import Layer, Problem, Unsupported
@@ -292,7 +292,9 @@ def test_a_process_tells_errors_of_a_unit_and_goes_on(
     ]
     job = {"device": "cpu", "lib": "torch", "variant": "default", "units": units, "rates": RATES.as_dict()}
     said: list[dict[str, Any]] = []
+    before = torchflags.snapshot()
     peerbench.work({**job, "coords": str(tmp_path / "coords.npz"), "repeats": 1, "cold": False}, said.append)
+    assert torchflags.snapshot() == before
     done = {line["done"]: line["row"] for line in said if "done" in line}
     assert done[5] == {"unsupported": "five channels"} and done[6]["error"].startswith("KeyError: ")
     assert done[4]["forward_ms"] > 0 and done[4]["out_voxels"] == 50 and done[4]["pairs"] > 50

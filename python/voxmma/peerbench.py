@@ -264,6 +264,7 @@ def _gradients(
         row.update(made)
 
 
+@torchflags.preserved()
 def work(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
     """A library's process: measures the units of a job and says each as it ends."""
     device = torch.device(job["device"])

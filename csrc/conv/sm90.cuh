@@ -66,12 +66,7 @@ __device__ inline void arrive_after_copies(uint32_t bar) {
 }
 // A warp gives a buffer back: one arrival for its 32 lanes, behind a __syncwarp that orders their reads before it.
 // compute-sanitizer's racecheck does not carry the order of __syncwarp over to the barrier (a 60-line kernel of two
-// warps shows it), so a build with VOXMMA_RACECHECK lets every lane arrive.
-#if defined(VOXMMA_RACECHECK)
-inline constexpr int kReleases = 32;
-#else
-inline constexpr int kReleases = 1;
-#endif
+// warps shows it), so a build with VOXMMA_RACECHECK lets every lane arrive: kReleases of common.cuh.
 __device__ inline void release(uint32_t bar, int lane) {
   __syncwarp();
   if (kReleases == 32 || lane == 0) arrive(bar);

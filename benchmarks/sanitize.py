@@ -1,4 +1,4 @@
-"""Every compiled tile, forward and dgrad or wgrad, and pooling: the work that compute-sanitizer watches.
+"""Every compiled tile, forward and dgrad or wgrad, 27 and 8 offsets, and pooling: what compute-sanitizer watches.
 
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --channels 8,32,64,128
@@ -39,22 +39,23 @@ def scenes() -> dict[str, torch.Tensor]:
     return {name: torch.nn.functional.pad(c, (1, 0)).int().cuda() for name, c in made.items()}
 
 
-def check(tile: dict[str, object], coords: torch.Tensor, c: int) -> float:
-    """Largest rel-L2 of the tile's forward and dgrad, or of its wgrad, at c -> c channels."""
+def check(tile: dict[str, object], coords: torch.Tensor, c: int, size: int) -> float:
+    """Largest rel-L2 of the tile's forward and dgrad, or of its wgrad, at c -> c channels, size^3 offsets."""
     name, kind = str(tile["name"]), str(tile["dtype"])
     dtype, accumulator = DTYPES[kind], str(tile["accum"])
-    made = kernel_map(CoordSet(coords, 1), 3)
-    n, pairs = coords.shape[0], made.pairs()
+    made, volume, mirrored = kernel_map(CoordSet(coords, 1), size), size**3, size % 2 == 1
+    n, pairs, opposite = coords.shape[0], made.pairs(), [] if mirrored else made.transposed().tensors
     g = torch.Generator(device="cuda").manual_seed(c)
     x, dy = (torch.randn(n, c, device="cuda", generator=g).to(dtype) for _ in range(2))
-    w = (torch.randn(27, c, c, device="cuda", generator=g) / (13 * c) ** 0.5).to(dtype)
+    w = (torch.randn(volume, c, c, device="cuda", generator=g) / (volume * c / 2) ** 0.5).to(dtype)
     rel = lambda y, ref: float((y.double() - ref).norm() / ref.norm())  # noqa: E731
     if tile["op"] == "wgrad":
-        dw = torch.ops.voxmma.conv_wgrad(x, dy, made.tensors, [], 27, 1, True, accumulator, name, "", None)
+        dw = torch.ops.voxmma.conv_wgrad(x, dy, made.tensors, opposite, volume, 1, mirrored, accumulator, name, "", None)
         return rel(dw, accuracy.reference_wgrad(x, dy, pairs)[0])
     conv = torch.ops.voxmma.conv
-    y = conv(x, w, None, made.tensors, [], n, True, False, accumulator, name, name, "", None)
-    dx = conv(dy, w, None, made.tensors, [], n, True, True, accumulator, name, name, "", None)
+    y = conv(x, w, None, made.tensors, opposite, n, mirrored, False, accumulator, name, name, "", None)
+    back = (made.tensors, []) if mirrored else (opposite, made.tensors)
+    dx = conv(dy, w, None, *back, n, mirrored, True, accumulator, name, name, "", None)
     return max(
         rel(y, accuracy.reference_conv(x, w, pairs, n)[0]),
         rel(dx, accuracy.reference_dgrad(dy, w, pairs, n)[0]),
@@ -85,19 +86,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--channels", default="8,16,32,64,96,128")
-    parser.add_argument("--tiles", default="", help="only tiles whose name contains this; 'pool': pooling")
+    parser.add_argument("--tiles", default="", help="parts of names, with commas; 'pool': pooling")
     parser.add_argument("--scenes", default="ball,box,points")
     args = parser.parse_args()
+    parts = args.tiles.split(",")
     capability = 10 * torch.cuda.get_device_capability()[0]
     failed = ran = 0
     for scene, coords in scenes().items():
         if scene not in args.scenes.split(","):
             continue
         for tile in _C.kernel_configs():
-            if args.tiles not in tile["name"] or tile["arch"] > capability:
+            if not any(part in tile["name"] for part in parts) or tile["arch"] > capability:
                 continue
             for c in (int(v) for v in args.channels.split(",")):
-                error = check(tile, coords, c)
+                error = max(check(tile, coords, c, size) for size in (3, 2))
                 bound = TOLERANCE[str(tile["dtype"])]
                 if str(tile["name"]).endswith("_tf32"):
                     bound = 1e-3
@@ -107,7 +109,7 @@ def main() -> int:
                 verdict = "ok" if error <= bound else f"above {bound:.0e}"
                 failed += verdict != "ok"
                 print(f"{tile['name']} C={c} {scene}: rel-L2 {error:.2e} {verdict}", flush=True)
-        for kind in DTYPES if args.tiles in "pool" else ():
+        for kind in DTYPES if "pool" in parts or parts == [""] else ():
             for c in (*(int(v) for v in args.channels.split(",")), 5):
                 error = check_pooling(kind, coords, c)
                 ran += 1

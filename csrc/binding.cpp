@@ -700,6 +700,12 @@ struct Launch {
     stream = static_cast<cudaStream_t>(native_handle(impl, impl.getStream(device), 0));
   }
 
+  // The one way in which the host waits for the device; torch.cuda.set_sync_debug_mode sees it.
+  void wait() const {
+    const c10::impl::VirtualGuardImpl impl(at::kCUDA);
+    impl.synchronizeStream(impl.getStream(device));
+  }
+
   Tensor empty(at::IntArrayRef sizes, ScalarType dtype) const {
     return at::empty(sizes, at::TensorOptions().dtype(dtype).device(device));
   }
@@ -898,14 +904,47 @@ void check_ints(const char* name, const Tensor& t, ScalarType dtype, int64_t col
               " of shape ", t.sizes(), " on ", t.device());
 }
 
-// What a kernel found out, on the host: the one way in which the host waits for the device.
+// What a kernel found out, on the host. Waits.
 template <class T>
-T read_back(const Tensor& device) {
-  const Tensor host = at::empty(device.sizes(), device.options().device(at::kCPU).pinned_memory(true));
-  host.copy_(device);
+T read_back(const Launch& on, const T* device) {
+  static std::mutex mutex;
+  static auto* const unused = new std::vector<Tensor>;  // page-locked; outlives the CUDA context, so never destroyed
+  Tensor host;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!unused->empty()) {
+      host = std::move(unused->back());
+      unused->pop_back();
+    }
+  }
+  if (!host.defined()) host = at::empty({sizeof(T)}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+  check_cuda(cudaMemcpyAsync(host.data_ptr(), device, sizeof(T), cudaMemcpyDeviceToHost, on.stream), "cudaMemcpyAsync",
+             on.device);
+  on.wait();
   T value;
   std::memcpy(&value, host.data_ptr(), sizeof(value));
+  const std::lock_guard<std::mutex> lock(mutex);
+  unused->push_back(std::move(host));
   return value;
+}
+
+// One allocation for several tensors: offsets of its parts in units of 4 bytes, each part 256-byte aligned.
+struct Parts {
+  int64_t total = 0;
+  int64_t add(int64_t count) {
+    const int64_t at = total;
+    total += (count + 63) / 64 * 64;
+    return at;
+  }
+};
+
+// A contiguous tensor in the memory of `whole`, an int32 tensor, from element `begin` of it on.
+Tensor part_of(const Tensor& whole, int64_t begin, at::IntArrayRef sizes, ScalarType dtype = at::kInt) {
+  const auto type = c10::scalarTypeToTypeMeta(dtype);
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(whole.storage()), whole.key_set(), type);
+  impl->set_storage_offset(begin * static_cast<int64_t>(sizeof(int)) / static_cast<int64_t>(type.itemsize()));
+  impl->set_sizes_contiguous(sizes);
+  return Tensor(std::move(impl));
 }
 
 template <class T>
@@ -913,6 +952,13 @@ Tensor empty_struct(const Launch& on) {
   static_assert(sizeof(T) % sizeof(int64_t) == 0);
   return on.empty({sizeof(T) / sizeof(int64_t)}, at::kLong);
 }
+
+// Coordinates and maps are normal tensors without a graph, whoever asks for them: under inference_mode, too, since a
+// later training pass saves them for its backward.
+struct NormalTensors {
+  c10::InferenceMode inference{false};
+  at::NoGradGuard no_grad;
+};
 
 void copy_triple(const char* name, const Ints& from, int* to) {
   TORCH_CHECK(from.size() == 3, name, " must hold 3 integers, got ", from.size());
@@ -940,7 +986,7 @@ Tensor brick_table(const Launch& on, const Tensor& coords, const Tensor& order, 
   return table;
 }
 
-Tensor morton_order(const Launch& on, const Tensor& coords, const CoordBox* box, const Tensor& stats) {
+Tensor morton_order(const Launch& on, const Tensor& coords, const CoordBox& box, const Tensor& stats) {
   const int64_t n = coords.size(0);
   const Tensor order = on.empty({n}, at::kInt), scratch = on.scratch(order_workspace(n));
   OrderArgs args{};
@@ -954,39 +1000,57 @@ Tensor morton_order(const Launch& on, const Tensor& coords, const CoordBox* box,
   return order;
 }
 
-// Without bounds the rows are checked, which reads back once (again where they need more than kSortBits bits): bad row,
+// Without bounds the rows are checked, which reads back once (twice where survey_coords cannot tell): bad row,
 // duplicate, its twin, smallest and largest coordinates. With bounds they are known to be valid.
 IndexResult index_coords_cuda(const Tensor& coords, const Ints& bounds) {
   check_ints("coords", coords, at::kInt, 4, coords);
+  const NormalTensors normal;
   const Launch on(coords.device());
   if (!bounds.empty()) {
     const CoordBox box = box_within(bounds);
-    const Tensor order = morton_order(on, coords, &box, {});
+    const Tensor order = morton_order(on, coords, box, {});
     return {order, brick_table(on, coords, order, -1), {}};
   }
-  const Tensor stats = empty_struct<CoordStats>(on);
-  Tensor order = morton_order(on, coords, nullptr, stats);
-  auto found = read_back<CoordStats>(stats);
-  const CoordBox box = box_around(found.min, found.max);
-  if (found.bad_row < 0 && bits_of(box) > kSortBits) {
-    order = morton_order(on, coords, &box, stats);
-    found = read_back<CoordStats>(stats);
+  const int64_t n = coords.size(0);
+  const Tensor stats = empty_struct<SurveyStats>(on), scratch = on.scratch(survey_workspace(n));
+  check_cuda(survey_coords(data<int>(coords), n, data<SurveyStats>(stats), scratch.data_ptr(), on.stream),
+             "survey_coords", on.device);
+  const auto survey = read_back(on, data<SurveyStats>(stats));
+  CoordStats found = survey.coords;
+  Tensor order, table;
+  if (survey_holds(survey, n)) {
+    const int64_t capacity = brick_capacity(n, survey.cells.bricks);
+    Parts parts;
+    const int64_t order_at = parts.add(n), table_at = parts.add(4 * capacity);
+    const Tensor index = on.empty({parts.total}, at::kInt);
+    order = part_of(index, order_at, {n});
+    table = part_of(index, table_at, {capacity, 4});
+    check_cuda(index_survey(survey, data<int>(coords), n, scratch.data_ptr(), data<int>(order), data<Brick>(table),
+                            capacity, on.stream),
+               "index_survey", on.device);
+  } else if (found.bad_row < 0) {
+    const Tensor again = empty_struct<CoordStats>(on);
+    order = morton_order(on, coords, box_around(found.min, found.max), again);
+    found = read_back(on, data<CoordStats>(again));
+    if (found.duplicate == -1) table = brick_table(on, coords, order, found.bricks);
   }
+  if (!table.defined()) order = table = on.empty({0, 4}, at::kInt);  // there is an error to report
   const bool twins = found.duplicate != -1;
   Ints list{found.bad_row, twins ? found.duplicate >> 32 : -1, twins ? found.duplicate & 0xffffffff : -1};
   list.insert(list.end(), found.min, found.min + 4);
   list.insert(list.end(), found.max, found.max + 4);
-  if (found.bad_row >= 0 || twins) return {order, on.empty({0, 4}, at::kInt), list};
-  return {order, brick_table(on, coords, order, found.bricks), list};
+  return {order, table, list};
 }
 
 // Output coordinates of a layer (voxmma/derive.py) and their index: coordinates sorted by (batch, x, y, z), order, bricks,
 // how many there are, and whether one lies outside the packable range. In the last case, and above `limit`, there is
-// nothing but the count. Reads back once a piece of `piece` candidates.
+// nothing but the count. Works on `piece` candidates at a time; reads back once, or once a piece where the bounds hold
+// too many cells for a bitmap.
 DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const Ints& stride, const Ints& dilation,
                                 const Ints& padding, bool to_children, const Ints& bounds, int64_t piece,
                                 int64_t limit) {
   check_ints("coords", coords, at::kInt, 4, coords);
+  const NormalTensors normal;
   const Launch on(coords.device());
   ExpandArgs args{};
   copy_triple("size", size, args.size);
@@ -995,6 +1059,38 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
   copy_triple("padding", padding, args.padding);
   args.to_children = to_children;
   args.box = box_within(bounds);
+  const int64_t n = coords.size(0);
+  args.n = 1;
+  const int64_t rows = std::max<int64_t>(1, piece / expand_bound(args));
+
+  const CoordBox cells_box = cell_box(args.box);
+  if (const auto bytes = cell_workspace(cells_box); n > 0 && bytes > 0) {
+    args.box = cells_box;
+    const Tensor scratch = on.scratch(bytes);
+    void* const cells = scratch.data_ptr();
+    check_cuda(clear_cells(args.box, cells, on.stream), "clear_cells", on.device);
+    for (int64_t begin = 0; begin < n; begin += rows) {
+      args.coords = data<int>(coords) + 4 * begin;
+      args.n = std::min(rows, n - begin);
+      check_cuda(expand_cells(args, cells, on.stream), "expand_cells", on.device);
+    }
+    check_cuda(count_cells(args.box, cells, on.stream), "count_cells", on.device);
+    const CellStats found = read_back(on, cell_stats(args.box, cells));
+    if (found.outside != 0 || found.count > limit) {
+      const Tensor nothing = on.empty({0, 4}, at::kInt);
+      return {nothing, nothing, nothing, found.count, found.outside != 0};
+    }
+    const int64_t capacity = brick_capacity(found.count, found.bricks);
+    Parts parts;
+    const int64_t order_at = parts.add(found.count), table_at = parts.add(4 * capacity);
+    const Tensor made = on.empty({found.count, 4}, at::kInt), index = on.empty({parts.total}, at::kInt);
+    const Tensor order = part_of(index, order_at, {found.count}), table = part_of(index, table_at, {capacity, 4});
+    check_cuda(index_cells(args.box, cells, found.count, data<int>(made), data<int>(order), data<Brick>(table),
+                           capacity, on.stream),
+               "index_cells", on.device);
+    return {made, order, table, found.count, false};
+  }
+
   const auto width = static_cast<int64_t>(key_bytes(args.box));
   double cells = 1;  // of the bounds: no more sites than that
   for (int a = 0; a < 4; ++a) cells *= static_cast<double>(bounds[4 + a] - bounds[a] + 1);
@@ -1002,8 +1098,6 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
   const Tensor stats = empty_struct<ExpandStats>(on);
   args.stats = data<ExpandStats>(stats);
   check_cuda(cudaMemsetAsync(args.stats, 0, sizeof(ExpandStats), on.stream), "cudaMemsetAsync", on.device);
-  args.n = 1;
-  const int64_t n = coords.size(0), rows = std::max<int64_t>(1, piece / expand_bound(args));
   ExpandStats found{};
   Tensor keys = on.scratch(0), table;
   for (int64_t begin = 0; begin < n && found.outside == 0 && found.count <= limit; begin += rows) {
@@ -1024,7 +1118,7 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
                  on.device);
     }
     check_cuda(expand_coords(args, on.stream), "expand_coords", on.device);
-    found = read_back<ExpandStats>(stats);
+    found = read_back(on, args.stats);
   }
   if (found.outside != 0 || found.count > limit) {
     const Tensor nothing = on.empty({0, 4}, at::kInt);
@@ -1033,7 +1127,7 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
   const Tensor made = on.empty({found.count, 4}, at::kInt), scratch = on.scratch(unpack_workspace(args.box, found.count));
   check_cuda(unpack_keys(args.box, keys.data_ptr(), found.count, data<int>(made), scratch.data_ptr(), on.stream),
              "unpack_keys", on.device);
-  const Tensor order = morton_order(on, made, &args.box, {});
+  const Tensor order = morton_order(on, made, args.box, {});
   return {made, order, brick_table(on, made, order, -1), found.count, false};
 }
 
@@ -1058,13 +1152,17 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
     TORCH_CHECK(size[i] >= 1 && size[i] <= kMaxKernel && step[i] != 0 && mul[i] >= 1 && div[i] >= 1, "size ", size,
                 ", step ", step, ", mul ", mul, " or div ", div, " is out of range");
   }
+  const NormalTensors normal;
   const Launch on(out_coords.device());
   const int64_t volume = size[0] * size[1] * size[2];
   args.n_out = out_coords.size(0);
   args.n_in = in_order.size(0);
   const int64_t tiles = (args.n_out + kTileM - 1) / kTileM;
-  const Tensor order = on.empty({tiles * kTileM}, at::kInt), schedule = on.empty({2, tiles, 4}, at::kInt);
-  const Tensor local = on.empty({tiles, volume, kTileM}, at::kShort), stats = empty_struct<PlanStats>(on);
+  Parts fixed;
+  const int64_t order_at = fixed.add(tiles * kTileM), schedule_at = fixed.add(2 * tiles * 4);
+  const Tensor tile_parts = on.empty({fixed.total}, at::kInt), order = part_of(tile_parts, order_at, {tiles * kTileM});
+  const Tensor schedule = part_of(tile_parts, schedule_at, {2, tiles, 4});
+  const Tensor local = on.empty({tiles, volume, kTileM}, at::kShort);
   args.out_coords = data<int>(out_coords);
   args.out_order = data<int>(out_order);
   args.bricks = data<Brick>(bricks);
@@ -1073,7 +1171,6 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
   args.order = data<int>(order);
   args.schedule = data<ScheduledTile>(schedule);
   args.local = data<uint16_t>(local);
-  args.stats = data<PlanStats>(stats);
   args.sm_count = on.info.sm_count;
 
   // Surfaces list 1.6 unique rows for each row of the larger side in one pass per kPassOffsets offsets, full grids 2.4.
@@ -1090,11 +1187,18 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
     args.pass_capacity = most_passes;
     args.uniq4_capacity = most_uniq4;
   }
-  Tensor passes, frag, uniq;
+  constexpr int64_t kStats = sizeof(PlanStats) / sizeof(int64_t);
+  Tensor passes, frag, uniq, stats;
   const auto build = [&] {
-    passes = on.empty({args.pass_capacity, 4}, at::kInt);
-    frag = on.empty({args.pass_capacity, kFrags}, at::kInt);
-    uniq = on.empty({args.uniq4_capacity * 4}, at::kInt);
+    Parts sized;
+    const int64_t stats_at = sized.add(2 * kStats), passes_at = sized.add(args.pass_capacity * 4);
+    const int64_t frag_at = sized.add(args.pass_capacity * kFrags), uniq_at = sized.add(args.uniq4_capacity * 4);
+    const Tensor pass_parts = on.empty({sized.total}, at::kInt);
+    stats = part_of(pass_parts, stats_at, {kStats}, at::kLong);
+    passes = part_of(pass_parts, passes_at, {args.pass_capacity, 4});
+    frag = part_of(pass_parts, frag_at, {args.pass_capacity, kFrags});
+    uniq = part_of(pass_parts, uniq_at, {args.uniq4_capacity * 4});
+    args.stats = data<PlanStats>(stats);
     args.passes = data<Pass>(passes);
     args.frag = data<uint32_t>(frag);
     args.uniq = data<int>(uniq);
@@ -1102,7 +1206,7 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
   };
   build();
   if (certain) return {order, schedule, passes, frag, uniq, local, stats, -1};
-  auto found = read_back<PlanStats>(stats);
+  const PlanStats found = read_back(on, args.stats);
   if (found.passes > args.pass_capacity || found.uniq4 > args.uniq4_capacity) {
     args.pass_capacity = found.passes;
     args.uniq4_capacity = found.uniq4;
@@ -1112,8 +1216,10 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
   const auto held = static_cast<int64_t>(local.nbytes()) + bytes(args.pass_capacity, args.uniq4_capacity);
   const bool copy = unused > held / 8;
   const auto cut = [copy](const Tensor& t, int64_t used) {
-    const Tensor part = t.narrow(0, 0, used);
-    return copy ? part.clone() : part;
+    if (copy) return t.narrow(0, 0, used).clone();
+    auto sizes = t.sizes().vec();
+    sizes[0] = used;
+    return part_of(t, t.storage_offset(), sizes);
   };
   return {order, schedule,  cut(passes, found.passes), cut(frag, found.passes), cut(uniq, found.uniq4 * 4), local,
           stats, found.pairs};

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import io
 import itertools
 import math
 import operator
 import pickle
 import sys
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -633,10 +635,73 @@ def test_gpu_order_and_bricks_are_those_of_the_rows(spread: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("spread", "waits"), [(30, 1), (2000, 2)])  # the second has no bitmap
+def test_gpu_indexing_reads_back_once(spread: int, waits: int) -> None:
+    coords = conftest.random_coords(500, spread)
+    on_gpu = coords.cuda()
+    CoordSet(on_gpu)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = CoordSet(on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([c for c in caught if "synchroniz" in str(c.message)]) == waits
+    check_index(coords, made.hash_index())
+    for repeats in ([7], [7, 3, 3, 499]):
+        with pytest.raises(ValueError, match=f"rows {repeats[0]} and 500 are the same voxel"):
+            CoordSet(torch.cat([on_gpu, on_gpu[repeats]]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "extents", [(1, 512, 512, 512), (4, 512, 256, 256), (2, 512, 512, 512), (1, 2, 1, 1)]
+)
+def test_gpu_sets_around_the_largest_bitmap(extents: tuple[int, ...]) -> None:
+    """Boxes of 2^27 cells, the most that bitmaps have, of twice as many, for a hash table, and few."""
+    low = torch.tensor([4, -256, 77_000, -131_072])
+    cells = torch.stack([torch.randint(0, extent, (9000,)) for extent in extents], 1)
+    corners = torch.tensor([[0] * 4, [extent - 1 for extent in extents]])
+    coords = torch.unique(torch.cat([cells, corners]) + low, dim=0).int()
+    coords = coords[torch.randperm(len(coords))]
+    on_cpu, on_gpu = CoordSet(coords), CoordSet(coords.cuda())
+    for options in ({"kernel_size": 1, "generative": True}, {"kernel_size": 2, "stride": 2}):
+        expected, made = kernel_map(on_cpu, **options), kernel_map(on_gpu, **options)
+        assert torch.equal(made.out_coords.coords.cpu(), expected.out_coords.coords)
+        check_index(made.out_coords.coords.cpu(), made.out_coords.hash_index())
+        assert torch.equal(made.neighbor_table().cpu(), expected.neighbor_table())
+        around = kernel_map(made.out_coords, 3).neighbor_table()
+        assert torch.equal(around.cpu(), kernel_map(expected.out_coords, 3).neighbor_table())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stride", [1, 2])  # statistics read, and left on the device
+def test_gpu_map_tensors_share_memory_and_can_be_saved(stride: int) -> None:
+    coords = conftest.surface_coords(60)
+    with torch.inference_mode():
+        made = kernel_map(CoordSet(coords.cuda()), stride + 1, stride=stride)
+    assert not any(tensor.is_inference() or tensor.requires_grad for tensor in made.tensors)
+    assert all(tensor.data_ptr() % 256 == 0 and tensor.is_contiguous() for tensor in made.tensors)
+    used = sum(tensor.nbytes for tensor in made.tensors)
+    assert used <= made.nbytes < 1.2 * used + 4096  # a storage counts once
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded.neighbor_table(), made.neighbor_table())
+    assert loaded.num_pairs == made.num_pairs
+    ends = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in made.tensors]
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(sorted(ends)))
+
+
+@pytest.mark.gpu
 def test_gpu_and_cpu_maps_agree_on_a_large_scene() -> None:
     coords = conftest.surface_coords(300)
     cpu, gpu = kernel_map(CoordSet(coords), 3), kernel_map(CoordSet(coords.cuda()), 3)
     assert torch.equal(cpu.neighbor_table(), gpu.neighbor_table().cpu())
+    check_index(coords, gpu.in_coords.hash_index())
     assert gpu.mma_efficiency(16) > 0.5  # the rows were sorted by their neighbours: dataflow.md
     schedules = gpu.tensors[1].cpu().numpy()
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   // every offset of a group in base G is then the same). It shares out the well-filled offsets.
   auto slot_offset = [&](int slot) {
     int shift = 0;
-    if (volume % grid.offset_groups == 0) {
+    if (grid.offset_groups > 1 && volume % grid.offset_groups == 0) {
       for (int q = slot; q > 0; q /= grid.offset_groups) shift += q;
     }
     return slot * grid.offset_groups + (og + shift) % grid.offset_groups;

@@ -41,4 +41,45 @@ __device__ __forceinline__ uint32_t next_slot(uint32_t slot, uint32_t capacity) 
   return slot + 1 == capacity ? 0 : slot + 1;
 }
 
+// Enters a brick that is not in the table, whose empty slots are all ones.
+__device__ __forceinline__ void insert_brick(Brick* table, uint32_t capacity, uint2 key, int first, uint32_t mask) {
+  constexpr unsigned long long kEmpty = ~0ull;
+  uint32_t slot = home_slot(key, capacity);
+  while (atomicCAS(reinterpret_cast<unsigned long long*>(table[slot].key), kEmpty,
+                   static_cast<unsigned long long>(key.y) << 32 | key.x) != kEmpty) {
+    slot = next_slot(slot, capacity);
+  }
+  table[slot].first = first;
+  table[slot].mask = mask;
+}
+
+__host__ __device__ __forceinline__ CoordBox make_box(const int* min, const int* max) {
+  CoordBox box;
+  for (int a = 0; a < 4; ++a) {
+    box.low[a] = min[a] > max[a] ? 0 : a > 0 ? min[a] & ~1 : min[a];
+    const uint32_t extent = min[a] > max[a] ? 0 : uint32_t(max[a]) - uint32_t(box.low[a]);
+    box.bits[a] = 0;
+    while (extent >> box.bits[a] != 0) ++box.bits[a];  // an extent of 2^31 and more does not come from packable rows
+  }
+  return box;
+}
+
+__host__ __device__ __forceinline__ int total_bits(const CoordBox& box) {
+  return box.bits[0] + box.bits[1] + box.bits[2] + box.bits[3];
+}
+
+// Morton code of a row inside the box, batch above.
+__device__ __forceinline__ uint64_t morton(const CoordBox& box, int4 c) {
+  const uint32_t x = uint32_t(c.y) - uint32_t(box.low[1]);
+  const uint32_t y = uint32_t(c.z) - uint32_t(box.low[2]);
+  const uint32_t z = uint32_t(c.w) - uint32_t(box.low[3]);
+  uint64_t key = uint32_t(c.x) - uint32_t(box.low[0]);
+  for (int level = max(box.bits[1], max(box.bits[2], box.bits[3])) - 1; level >= 0; --level) {
+    if (level < box.bits[1]) key = (key << 1) | ((x >> level) & 1u);
+    if (level < box.bits[2]) key = (key << 1) | ((y >> level) & 1u);
+    if (level < box.bits[3]) key = (key << 1) | ((z >> level) & 1u);
+  }
+  return key;
+}
+
 }  // namespace voxmma::detail

@@ -6,6 +6,7 @@
 #include <climits>
 
 #include "bricks.cuh"
+#include "cells.cuh"
 #include "grid.cuh"
 
 namespace voxmma {
@@ -14,6 +15,7 @@ namespace {
 using namespace detail;
 
 constexpr int64_t kMinCapacity = 64;
+constexpr int kSortBits = 32;  // at a time
 
 // Scratch memory behind `workspace`, in this order, each part aligned.
 struct Workspace {
@@ -38,7 +40,8 @@ cudaError_t make_workspace(void* base, int64_t n, Workspace* w) {
   return error;
 }
 
-__global__ void init_stats(CoordStats* stats) {
+__global__ void init_stats(CoordStats* stats, CellStats* cells) {
+  if (cells != nullptr) *cells = CellStats{};
   // -1 is also the largest unsigned number, so an unsigned atomicMin finds the smallest row or leaves -1.
   stats->bad_row = stats->duplicate = -1;
   stats->bricks = 0;
@@ -52,12 +55,15 @@ __device__ __forceinline__ void report_smallest(int64_t* row, int64_t candidate)
   atomicMin(reinterpret_cast<unsigned long long*>(row), static_cast<unsigned long long>(candidate));
 }
 
-// Extents of the packable rows, and the first row that is none.
-__global__ void __launch_bounds__(kThreads) measure(const int4* coords, int64_t n, CoordStats* stats) {
+// Extents of the packable rows, and the first row that is none. Clears a bitmap on the way.
+__global__ void __launch_bounds__(kThreads)
+measure(const int4* coords, int64_t n, CoordStats* stats, uint4* bits, int64_t fours) {
   int low[4] = {INT_MAX, INT_MAX, INT_MAX, INT_MAX};
   int high[4] = {INT_MIN, INT_MIN, INT_MIN, INT_MIN};
   const int64_t step = int64_t(gridDim.x) * kThreads;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
+  const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  for (int64_t i = first; i < fours; i += step) bits[i] = make_uint4(0, 0, 0, 0);
+  for (int64_t i = first; i < n; i += step) {
     const int4 c = coords[i];
     if (!packable(c)) {
       report_smallest(&stats->bad_row, i);
@@ -97,36 +103,10 @@ __global__ void __launch_bounds__(kThreads) measure(const int4* coords, int64_t 
   }
 }
 
-__host__ __device__ __forceinline__ CoordBox make_box(const int* min, const int* max) {
-  CoordBox box;
-  for (int a = 0; a < 4; ++a) {
-    box.low[a] = min[a] > max[a] ? 0 : a > 0 ? min[a] & ~1 : min[a];
-    const uint32_t extent = min[a] > max[a] ? 0 : uint32_t(max[a]) - uint32_t(box.low[a]);
-    box.bits[a] = 0;
-    while (extent >> box.bits[a] != 0) ++box.bits[a];  // an extent of 2^31 and more does not come from packable rows
-  }
-  return box;
-}
-
-// Morton code of a row inside the box, batch above.
-__device__ __forceinline__ uint64_t morton(const CoordBox& box, int4 c) {
-  const uint32_t x = uint32_t(c.y) - uint32_t(box.low[1]);
-  const uint32_t y = uint32_t(c.z) - uint32_t(box.low[2]);
-  const uint32_t z = uint32_t(c.w) - uint32_t(box.low[3]);
-  uint64_t key = uint32_t(c.x) - uint32_t(box.low[0]);
-  for (int level = max(box.bits[1], max(box.bits[2], box.bits[3])) - 1; level >= 0; --level) {
-    if (level < box.bits[1]) key = (key << 1) | ((x >> level) & 1u);
-    if (level < box.bits[2]) key = (key << 1) | ((y >> level) & 1u);
-    if (level < box.bits[3]) key = (key << 1) | ((z >> level) & 1u);
-  }
-  return key;
-}
-
 // Word `word` of the Morton codes, of the rows as they come or as `rows` names them.
 __global__ void __launch_bounds__(kThreads)
-sort_keys(const int4* coords, int64_t n, CoordBox box, const CoordStats* stats, int word, const int* rows,
-          uint32_t* key_out, int* row_out) {
-  if (stats != nullptr) box = make_box(stats->min, stats->max);
+sort_keys(const int4* coords, int64_t n, const CoordBox box, int word, const int* rows, uint32_t* key_out,
+          int* row_out) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
     const int row = rows != nullptr ? rows[i] : static_cast<int>(i);
@@ -181,22 +161,26 @@ insert_bricks(const int4* coords, const int* order, int64_t n, Brick* table, uin
       if (!same(key, brick_key(next))) break;
       mask |= 1u << brick_cell(next);
     }
-    constexpr unsigned long long kEmpty = ~0ull;
-    uint32_t slot = home_slot(key, capacity);
-    while (atomicCAS(reinterpret_cast<unsigned long long*>(table[slot].key), kEmpty,
-                     static_cast<unsigned long long>(key.y) << 32 | key.x) != kEmpty) {
-      slot = next_slot(slot, capacity);
-    }
-    table[slot].first = static_cast<int>(i);
-    table[slot].mask = mask;
+    insert_brick(table, capacity, key, static_cast<int>(i), mask);
   }
 }
 
 }  // namespace
 
-int bits_of(const CoordBox& box) { return box.bits[0] + box.bits[1] + box.bits[2] + box.bits[3]; }
+int bits_of(const CoordBox& box) { return total_bits(box); }
 
 CoordBox box_around(const int* min, const int* max) { return make_box(min, max); }
+
+cudaError_t measure_coords(const int* coords, int64_t n, CoordStats* stats, CellStats* cells, uint32_t* bits,
+                           int64_t words, cudaStream_t stream) {
+  init_stats<<<1, 1, 0, stream>>>(stats, cells);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess || (n == 0 && words == 0)) return error;
+  const int blocks = blocks_for(n > words / 4 ? n : words / 4);
+  auto* fours = reinterpret_cast<uint4*>(bits);
+  measure<<<blocks, kThreads, 0, stream>>>(reinterpret_cast<const int4*>(coords), n, stats, fours, words / 4);
+  return cudaGetLastError();
+}
 
 size_t order_workspace(int64_t n) {
   Workspace w;
@@ -205,26 +189,24 @@ size_t order_workspace(int64_t n) {
 }
 
 cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
-  if (args.n < 0 || args.n > INT_MAX || (args.box == nullptr && args.stats == nullptr)) return cudaErrorInvalidValue;
+  if (args.n < 0 || args.n > INT_MAX) return cudaErrorInvalidValue;
   const auto* coords = reinterpret_cast<const int4*>(args.coords);
   const int blocks = blocks_for(args.n), n = static_cast<int>(args.n);
   Workspace w;
   cudaError_t error = make_workspace(args.workspace, args.n, &w);
   if (error != cudaSuccess) return error;
   if (args.stats != nullptr) {
-    init_stats<<<1, 1, 0, stream>>>(args.stats);
-    if (n > 0) measure<<<blocks, kThreads, 0, stream>>>(coords, n, args.stats);
-    if ((error = cudaGetLastError()) != cudaSuccess) return error;
+    error = measure_coords(args.coords, args.n, args.stats, nullptr, nullptr, 0, stream);
+    if (error != cudaSuccess) return error;
   }
   if (n == 0) return cudaSuccess;
 
-  const int bits = args.box == nullptr ? kSortBits : bits_of(*args.box);
-  const CoordStats* measured = args.box == nullptr ? args.stats : nullptr;
-  const CoordBox box = args.box == nullptr ? CoordBox{} : *args.box;
+  const CoordBox box = args.box;
+  const int bits = bits_of(box);
   const int words = bits > kSortBits ? 2 : 1;
   for (int word = 0; word < words; ++word) {  // least significant first: the sort is stable
     const int* rows = word == 0 ? nullptr : w.row_low;
-    sort_keys<<<blocks, kThreads, 0, stream>>>(coords, n, box, measured, word, rows, w.key_in, w.row_in);
+    sort_keys<<<blocks, kThreads, 0, stream>>>(coords, n, box, word, rows, w.key_in, w.row_in);
     if ((error = cudaGetLastError()) != cudaSuccess) return error;
     error = cub::DeviceRadixSort::SortPairs(
         w.cub, w.cub_bytes, static_cast<const uint32_t*>(w.key_in), w.key_out,

@@ -1,10 +1,12 @@
-// Output coordinates of strided, transposed and generative layers: distinct sites by a hash table, then in order.
+// Output coordinates of strided, transposed and generative layers: distinct sites by a bitmap (cells.cu), or by a
+// hash table where their box is too large for one.
 #include <cub/device/device_radix_sort.cuh>
 
 #include <algorithm>
 #include <climits>
 
 #include "bricks.cuh"
+#include "cells.cuh"
 #include "grid.cuh"
 
 namespace voxmma {
@@ -98,7 +100,19 @@ __device__ __forceinline__ bool insert(Key* table, uint32_t capacity, Key key) {
   return false;
 }
 
-// One candidate (row, site of it) a thread and round; new keys are counted and written block by block.
+// Candidate i of the rows: (row, site of it). False when there is none.
+__device__ __forceinline__ bool candidate(const int4* coords, const Rule& rule, uint32_t i, int4& out) {
+  const int slots_z = rule.axis[2].slots, slots_yz = rule.axis[1].slots * slots_z;
+  const int slots = rule.axis[0].slots * slots_yz;
+  const uint32_t row = i / uint32_t(slots), rest = i - row * uint32_t(slots);
+  const int4 c = coords[row];
+  out.x = c.x;
+  bool exists = site(rule.axis[0], rule.to_children, c.y, int(rest) / slots_yz, out.y);
+  exists = site(rule.axis[1], rule.to_children, c.z, int(rest) % slots_yz / slots_z, out.z) && exists;
+  return site(rule.axis[2], rule.to_children, c.w, int(rest) % slots_z, out.w) && exists;
+}
+
+// One candidate a thread and round; new keys are counted and written block by block.
 template <class Key>
 __global__ void __launch_bounds__(kThreads)
 expand(const int4* coords, int64_t candidates, const __grid_constant__ Rule rule, Key* table, uint32_t capacity,
@@ -107,26 +121,21 @@ expand(const int4* coords, int64_t candidates, const __grid_constant__ Rule rule
   __shared__ int64_t first;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const CoordBox& box = rule.box;
-  const int slots_z = rule.axis[2].slots, slots_yz = rule.axis[1].slots * slots_z, slots = rule.axis[0].slots * slots_yz;
   bool outside = false;
   for (int64_t begin = int64_t(blockIdx.x) * kThreads; begin < candidates; begin += int64_t(gridDim.x) * kThreads) {
     const uint32_t i = static_cast<uint32_t>(begin) + threadIdx.x;
     bool fresh = false;
     Key key = 0;
     if (i < candidates) {
-      const uint32_t row = i / uint32_t(slots), rest = i - row * uint32_t(slots);
-      const int4 c = coords[row];
-      int x, y, z;
-      bool exists = site(rule.axis[0], rule.to_children, c.y, int(rest) / slots_yz, x);
-      exists = site(rule.axis[1], rule.to_children, c.z, int(rest) % slots_yz / slots_z, y) && exists;
-      exists = site(rule.axis[2], rule.to_children, c.w, int(rest) % slots_z, z) && exists;
-      const bool inside = coord_in_range(x) && coord_in_range(y) && coord_in_range(z);
+      int4 c;
+      const bool exists = candidate(coords, rule, i, c);
+      const bool inside = coord_in_range(c.y) && coord_in_range(c.z) && coord_in_range(c.w);
       outside = outside || (exists && !inside);
       if (exists && inside) {
         key = Key(c.x - box.low[0]);
-        key = key << box.bits[1] | Key(x - box.low[1]);
-        key = key << box.bits[2] | Key(y - box.low[2]);
-        key = key << box.bits[3] | Key(z - box.low[3]);
+        key = key << box.bits[1] | Key(c.y - box.low[1]);
+        key = key << box.bits[2] | Key(c.z - box.low[2]);
+        key = key << box.bits[3] | Key(c.w - box.low[3]);
         fresh = insert(table, capacity, key);
       }
     }
@@ -147,6 +156,36 @@ expand(const int4* coords, int64_t candidates, const __grid_constant__ Rule rule
     if (fresh) keys[first + before + __popc(ballot & ((1u << lane) - 1))] = key;
   }
   if (outside) stats->outside = 1;
+}
+
+// Sets the candidates' bits. The rows lie in the bounds that the box is around; what is not in it is called outside,
+// which keeps a wrong bound from writing elsewhere.
+__global__ void __launch_bounds__(kThreads)
+mark_candidates(const int4* coords, int64_t candidates, const __grid_constant__ Rule rule, const Cells cells) {
+  const CoordBox& box = rule.box;
+  bool outside = false;
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < candidates; i += step) {
+    int4 c;
+    if (!candidate(coords, rule, static_cast<uint32_t>(i), c)) continue;
+    const int v[4] = {c.x, c.y, c.z, c.w};
+    bool inside = coord_in_range(c.y) && coord_in_range(c.z) && coord_in_range(c.w);
+    uint32_t key = 0;
+#pragma unroll
+    for (int a = 0; a < 4; ++a) {
+      const uint32_t distance = uint32_t(v[a]) - uint32_t(box.low[a]);
+      inside = inside && distance >> box.bits[a] == 0;
+      key = key << box.bits[a] | distance;
+    }
+    outside = outside || !inside;
+    if (!inside) continue;
+    uint32_t* word = cells.rows + key / 32;
+    const uint32_t bit = 1u << (key % 32);
+    if ((*static_cast<volatile uint32_t*>(word) & bit) != 0 || (atomicOr(word, bit) & bit) != 0) continue;
+    const auto code = static_cast<uint32_t>(morton(box, c));
+    atomicOr(cells.bricks + code / 32, 1u << (code % 32));
+  }
+  if (outside) cells.stats->outside = 1;
 }
 
 template <class Key>
@@ -181,8 +220,8 @@ cudaError_t expand_with(const ExpandArgs& args, cudaStream_t stream) {
 
 template <class Key>
 struct Unpacking {
-  Key* sorted;
-  void* cub;
+  Key* sorted = nullptr;
+  void* cub = nullptr;
   size_t cub_bytes = 0, total_bytes;
   cudaError_t error;
 
@@ -209,6 +248,17 @@ cudaError_t unpack_with(const CoordBox& box, const void* keys, int64_t count, in
   return cudaGetLastError();
 }
 
+bool valid(const ExpandArgs& args) {
+  if (args.n < 0) return false;
+  for (int a = 0; a < 3; ++a) {
+    if (args.size[a] < 1 || args.size[a] > kMaxKernel || args.stride[a] < 1 || args.stride[a] > kMaxStride ||
+        args.dilation[a] < 1) {
+      return false;
+    }
+  }
+  return expand_bound(args) <= INT_MAX;
+}
+
 bool narrow(const CoordBox& box) { return bits_of(box) <= kNarrowBits; }
 
 }  // namespace
@@ -222,13 +272,19 @@ int64_t expand_bound(const ExpandArgs& args) {
 
 int64_t expand_capacity(int64_t keys) { return std::max<int64_t>(keys + keys / 2, 64); }
 
+cudaError_t expand_cells(const ExpandArgs& args, void* workspace, cudaStream_t stream) {
+  if (!valid(args) || bits_of(args.box) > kMaxCellBits) return cudaErrorInvalidValue;
+  if (args.n == 0) return cudaSuccess;
+  const int64_t candidates = expand_bound(args);
+  const auto* coords = reinterpret_cast<const int4*>(args.coords);
+  const Cells cells(workspace, args.box);
+  const Rule rule = make_rule(args);
+  mark_candidates<<<blocks_for(candidates), kThreads, 0, stream>>>(coords, candidates, rule, cells);
+  return cudaGetLastError();
+}
+
 cudaError_t expand_coords(const ExpandArgs& args, cudaStream_t stream) {
-  bool valid = args.n >= 0 && args.capacity > 0 && args.capacity <= UINT_MAX;
-  for (int a = 0; valid && a < 3; ++a) {
-    valid = args.size[a] >= 1 && args.size[a] <= kMaxKernel && args.stride[a] >= 1 && args.stride[a] <= kMaxStride &&
-            args.dilation[a] >= 1;
-  }
-  if (!valid || expand_bound(args) > INT_MAX) return cudaErrorInvalidValue;
+  if (!valid(args) || args.capacity < 1 || args.capacity > UINT_MAX) return cudaErrorInvalidValue;
   if (args.n == 0) return cudaSuccess;
   return narrow(args.box) ? expand_with<uint32_t>(args, stream) : expand_with<uint64_t>(args, stream);
 }

@@ -656,8 +656,11 @@ cudaError_t build_plan(const PlanArgs& args, cudaStream_t stream) {
   const size_t bytes = Shared(nullptr, params.volume).bytes;
   const bool divide = args.div[0] != 1 || args.div[1] != 1 || args.div[2] != 1;
   const auto kernel = divide ? plan_tiles<true> : plan_tiles<false>;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  if (error != cudaSuccess) return error;
+  constexpr size_t kWithoutAsking = 47 * 1024;  // of 48 KiB, which static shared memory counts in
+  if (bytes > kWithoutAsking) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    if (error != cudaSuccess) return error;
+  }
   kernel<<<static_cast<unsigned>(tiles), kThreads, bytes, stream>>>(params);
   if ((error = cudaGetLastError()) != cudaSuccess) return error;
   // Two rounds of a persistent kernel; a map of up to four is one window.

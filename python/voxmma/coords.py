@@ -117,8 +117,8 @@ class CoordSet:
             below `batch_size`, or a duplicate. The message names the argument and the offending row (both
             rows for duplicates).
 
-    On a GPU construction reads a few numbers back to the host once (twice where the extents of the
-    coordinates take more than 32 bits in all); nothing later does.
+    On a GPU construction reads a few numbers back to the host once (twice where the box around
+    them has more than 2^28 cells, 2^24 for fewer than 65,536 voxels); nothing later does.
     """
 
     __slots__ = (

@@ -2,9 +2,11 @@
 every device.
 
 Both rules are products of one rule an axis, so a voxel's candidates are the product of those along each axis.
-They become packed keys; repeats are dropped, on a CPU by sorting, on a GPU by a hash table
+They become packed keys; repeats are dropped, on a CPU by sorting, on a GPU by a bitmap over the box that
+they can lie in (csrc/map/cells.cu), or by a hash table where that has more than 2^27 cells
 (csrc/map/derive.cu). One thing comes back to the host: how many there are. Work above `CHUNK` candidates is
-done in pieces, so that memory stays bounded by the result and one piece; each piece reads its count back.
+done in pieces, so that memory stays bounded by the result, one piece and the bitmap (48 MiB at most); with a
+hash table each piece reads its count back.
 """
 
 from __future__ import annotations
@@ -66,9 +68,11 @@ def _cached(source: CoordSet, geometry: Geometry, to_children: bool, max_voxels:
     key = (geometry, to_children)
     made = source.derived.get(key)
     if made is None:
-        with torch.inference_mode(False), torch.no_grad():
-            make = _make_cuda if source.device.type == "cuda" else _make_cpu
-            made = make(source, geometry, to_children, limit)
+        if source.device.type == "cuda":
+            made = _make_cuda(source, geometry, to_children, limit)
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                made = _make_cpu(source, geometry, to_children, limit)
         if not to_children and geometry.stride != (1, 1, 1):
             made.finer = Finer(source, geometry)
         made = source.derived.setdefault(key, made)
@@ -101,7 +105,7 @@ def _outside(geometry: Geometry) -> ValueError:
 
 
 def _make_cuda(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
-    """The output set and its index. Reads back once a piece."""
+    """The output set and its index."""
     from voxmma import _C
 
     bounds = reach(source.bounds, geometry, to_children)

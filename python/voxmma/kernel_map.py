@@ -8,6 +8,7 @@ is its own opposite with the offsets mirrored.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,6 +45,12 @@ class Geometry(NamedTuple):
             for size, dilation, padding in zip(self.kernel_size, self.dilation, self.padding, strict=True)
         ]
         return [(x, y, z) for x, y, z in itertools.product(*axes)]
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether the offsets are their own negatives, in reverse order."""
+        axes = zip(self.kernel_size, self.dilation, self.padding, strict=True)
+        return all((size - 1) * dilation == 2 * padding for size, dilation, padding in axes)
 
 
 class Direction:
@@ -93,9 +100,7 @@ class MapCore:
         self.geometry = geometry
         self.other = other
         self.flipped = flipped
-        offsets = geometry.offsets()
-        mirrored = [(-x, -y, -z) for x, y, z in reversed(offsets)]
-        self.symmetric = other is None and geometry.stride == (1, 1, 1) and offsets == mirrored
+        self.symmetric = other is None and geometry.stride == (1, 1, 1) and geometry.mirrored
         self.sides: dict[bool, Direction] = {}
         """what has been built, by KernelMap.reverse"""
         self.freed = False
@@ -217,7 +222,8 @@ class KernelMap:
     def nbytes(self) -> int:
         """Bytes of the directions built so far, without the coordinates and their index."""
         held = [tensor for d in self._core.sides.values() for tensor in (*d.tensors, d.counts)]
-        return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
+        storages = [tensor.untyped_storage() for tensor in held if tensor is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def _direction(self) -> Direction:
         direction = self._core.sides.get(self.reverse)
@@ -233,10 +239,14 @@ class KernelMap:
         core = self._core
         if core.freed:
             raise RuntimeError("this kernel map was freed; kernel_map() builds it anew")
-        # Normal tensors also under inference_mode: a later training pass saves them for its backward.
-        with torch.inference_mode(False), torch.no_grad():
-            build = _build_cuda if self.device.type == "cuda" else _build_cpu
-            made = build(self.in_coords, self.out_coords, core.geometry, self.reverse, self.symmetric)
+        if self.device.type == "cuda":
+            made = _build_cuda(self.in_coords, self.out_coords, core.geometry, self.reverse)
+        else:
+            # Normal tensors also under inference_mode: a later training pass saves them for its backward.
+            with torch.inference_mode(False), torch.no_grad():
+                made = _build_cpu(
+                    self.in_coords, self.out_coords, core.geometry, self.reverse, self.symmetric
+                )
         core.sides[self.reverse] = made
         return made
 
@@ -448,14 +458,10 @@ def kernel_map(
         RuntimeError: the coordinates are on a GPU and this build has no CUDA kernels.
     """
     source = _coord_set(in_coords, "in_coords")
-    size = _triple(kernel_size, "kernel_size", 1, MAX_KERNEL)
-    step = _triple(stride, "stride", 1, MAX_STRIDE)
-    spread = _triple(dilation, "dilation", 1, MAX_OFFSET)
-    pad = padding_triple(padding, size, spread)
-    for k, d, p in zip(size, spread, pad, strict=True):
-        if (k - 1) * d - p > MAX_OFFSET:
-            raise ValueError(f"dilation {spread} with kernel_size {size} reaches offsets above {MAX_OFFSET}")
-    geometry = Geometry(size, step, spread, pad)
+    cubic = type(kernel_size) is type(dilation) is type(stride) is int and padding is None
+    make = _cubic_geometry if cubic and not torch.compiler.is_compiling() else _geometry
+    geometry = make(kernel_size, dilation, stride, padding)
+    step = geometry.stride
     flipped = False  # cached on the set that the other one was made from
     if out_coords is not None:
         target = _coord_set(out_coords, "out_coords")
@@ -477,6 +483,27 @@ def kernel_map(
     if made.symmetric:
         made.reverse = False  # one direction serves both
     return made._built()
+
+
+def _geometry(
+    kernel_size: int | Sequence[int],
+    dilation: int | Sequence[int],
+    stride: int | Sequence[int],
+    padding: int | Sequence[int] | None,
+) -> Geometry:
+    """The arguments of `kernel_map`, checked."""
+    size = _triple(kernel_size, "kernel_size", 1, MAX_KERNEL)
+    step = _triple(stride, "stride", 1, MAX_STRIDE)
+    spread = _triple(dilation, "dilation", 1, MAX_OFFSET)
+    pad = padding_triple(padding, size, spread)
+    for k, d, p in zip(size, spread, pad, strict=True):
+        if (k - 1) * d - p > MAX_OFFSET:
+            raise ValueError(f"dilation {spread} with kernel_size {size} reaches offsets above {MAX_OFFSET}")
+    return Geometry(size, step, spread, pad)
+
+
+#: The same for plain ints: equal arguments of other types, such as True, must not find what 1 left.
+_cubic_geometry = functools.lru_cache(maxsize=256)(_geometry)
 
 
 def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
@@ -532,20 +559,24 @@ def _triple(value: int | Sequence[int], name: str, low: int, high: int) -> Tripl
     return values[0], values[1], values[2]
 
 
-def _build_cuda(
-    in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, reverse: bool, _symmetric: bool
-) -> Direction:
-    """The tile plan; symmetry saves nothing there."""
-    from voxmma import _C
-
+@functools.lru_cache(maxsize=256)
+def _plan_rule(geometry: Geometry, reverse: bool) -> tuple[Any, ...]:
+    """size, start, step, mul and div of `_C.build_plan`."""
     size, stride, dilation, padding = geometry
     sign = 1 if reverse else -1
     start, step = [sign * p for p in padding], [-sign * d for d in dilation]
     mul, div = ((1, 1, 1), stride) if reverse else (stride, (1, 1, 1))
+    return size, start, step, mul, div
+
+
+def _build_cuda(in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, reverse: bool) -> Direction:
+    """The tile plan; symmetry saves nothing there."""
+    from voxmma import _C
+
     in_order, bricks = in_coords.hash_index()
     out_order = out_coords.hash_index().order
     *tensors, stats, pairs = _C.build_plan(
-        out_coords.coords, out_order, bricks, in_order, size, start, step, mul, div
+        out_coords.coords, out_order, bricks, in_order, *_plan_rule(geometry, reverse)
     )
     return Direction(tensors, None, stats) if pairs < 0 else Direction(tensors, pairs)
 

@@ -142,13 +142,11 @@ struct CoordBox {
 int bits_of(const CoordBox& box);                               // in all
 CoordBox box_around(const int* min, const int* max);            // [4] each; empty where min > max
 
-inline constexpr int kSortBits = 32;
-
-// What order_coords found out, in device memory. -1 when there is nothing to report.
+// What survey_coords and order_coords found out, in device memory. -1 when there is nothing to report.
 struct CoordStats {
   int64_t bad_row;    // smallest row outside the packable range
-  int64_t duplicate;  // smallest row that repeats an earlier one << 32 | the earliest such row
-  int64_t bricks;
+  int64_t duplicate;  // smallest row that repeats an earlier one << 32 | the earliest such row; of order_coords
+  int64_t bricks;     // of order_coords
   int min[4], max[4];
 };
 
@@ -156,8 +154,7 @@ struct CoordStats {
 struct OrderArgs {
   const int* coords;     // (n, 4) b,x,y,z contiguous, 16-byte aligned
   int64_t n;
-  const CoordBox* box;   // around all rows. Null: found out on the device, and rows are sorted by the lowest kSortBits
-                         // bits alone: call again with box_around(stats->min, stats->max) if that has more
+  CoordBox box;          // around all rows
   CoordStats* stats;     // null: rows are known to be valid
   int* order;            // [n] row of each rank
   void* workspace;       // order_workspace(n) bytes, 256-byte aligned
@@ -168,6 +165,36 @@ cudaError_t order_coords(const OrderArgs&, cudaStream_t);
 // Hash table of the bricks of an ordered set. `bricks` -1: not known.
 int64_t brick_capacity(int64_t n, int64_t bricks);
 cudaError_t build_bricks(const int* coords, const int* order, int64_t n, Brick* table, int64_t capacity, cudaStream_t);
+
+// A set as two bitmaps over the cells of a box, for boxes of up to 2^27 cells: sorted rows and their index without a
+// sort. The box is a cell_box(); the bitmaps and what is counted lie in a workspace of cell_workspace(box) bytes, 256-byte
+// aligned. In this order: clear_cells; what sets bits (expand_cells); count_cells; index_cells.
+struct CellStats {       // device memory
+  int64_t count;         // cells of the set
+  int64_t outside;       // not 0: a site lies outside the packable range
+  int64_t bricks;
+};
+CoordBox cell_box(CoordBox box);                     // not less than a brick
+size_t cell_workspace(const CoordBox& box);          // 0: too many cells
+CellStats* cell_stats(const CoordBox& box, void* workspace);
+cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t);
+cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t);
+// (count, 4) coordinates sorted by (batch, x, y, z), row of each rank in Morton order, and the hash table of bricks.
+cudaError_t index_cells(const CoordBox& box, void* workspace, int64_t count, int* coords, int* order, Brick* table,
+                        int64_t capacity, cudaStream_t);
+
+// Checks rows and marks them in a bitmap in Morton order. Where survey_holds(stats, n), all are packable and distinct,
+// and index_survey makes their order and the hash table of stats.cells.bricks bricks. Else coords.bad_row is a row, or rows
+// repeat, or the box around them is too large for the bitmap, and it takes order_coords to tell.
+struct SurveyStats {
+  CoordStats coords;     // extents and bad_row
+  CellStats cells;
+};
+size_t survey_workspace(int64_t n);
+cudaError_t survey_coords(const int* coords, int64_t n, SurveyStats* stats, void* workspace, cudaStream_t);
+bool survey_holds(const SurveyStats& stats, int64_t n);
+cudaError_t index_survey(const SurveyStats& stats, const int* coords, int64_t n, void* workspace, int* order,
+                         Brick* table, int64_t capacity, cudaStream_t);
 
 // Output coordinates of a layer, first step: keys of all distinct sites that the rows lead to, in no order.
 //   to_children: row * stride - padding + k * dilation for every k; else the s with s * stride - padding + k * dilation =
@@ -189,6 +216,8 @@ size_t key_bytes(const CoordBox& box);               // of one key: 4 or 8
 int64_t expand_bound(const ExpandArgs& args);        // most sites that the rows lead to
 int64_t expand_capacity(int64_t keys);               // slots of a table for that many keys
 cudaError_t expand_coords(const ExpandArgs&, cudaStream_t);
+// The same into bitmaps: without table, keys and stats. Sets CellStats::outside.
+cudaError_t expand_cells(const ExpandArgs&, void* workspace, cudaStream_t);
 // Puts `count` distinct keys into an empty, larger table.
 cudaError_t rehash_keys(const CoordBox& box, const void* keys, int64_t count, void* table, int64_t capacity,
                         cudaStream_t);

@@ -1,0 +1,236 @@
+// A set of coordinates as bitmaps, a bit a cell of a box: sorted rows, Morton order and brick table without a sort. One
+// bitmap is in the order of (batch, x, y, z), one in Morton order, where a byte is a brick.
+#include <algorithm>
+#include <climits>
+
+#include "bricks.cuh"
+#include "cells.cuh"
+#include "grid.cuh"
+
+namespace voxmma {
+namespace {
+
+using namespace detail;
+
+__device__ __forceinline__ int warp_scan(int value) {  // inclusive
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(0xffffffffu, value, step);
+    if (lane >= step) value += before;
+  }
+  return value;
+}
+
+__host__ __device__ __forceinline__ CoordBox whole_bricks(CoordBox box) {
+  for (int a = 1; a < 4; ++a) box.bits[a] = box.bits[a] > 1 ? box.bits[a] : 1;
+  return box;
+}
+
+__device__ __forceinline__ int bytes_in_use(uint32_t word) {
+  return __popc(((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u);
+}
+
+// Bits of every kWordsPerBlock words of both bitmaps, and their numbers of cells and of bricks.
+// `surveyed`: the bitmap is larger than the box of these extents.
+__global__ void __launch_bounds__(kThreads) count_bits(const Cells cells, const CoordStats* surveyed) {
+  if (surveyed != nullptr) {
+    const int bits = total_bits(whole_bricks(make_box(surveyed->min, surveyed->max)));
+    if (int64_t{blockIdx.x} * kWordsPerBlock >= int64_t{1} << max(bits - 5, 0)) return;
+  }
+  __shared__ int warp_bits[kThreads / 32], warp_bytes[kThreads / 32];
+  const int t = threadIdx.x, warp = t / 32, lane = t % 32;
+  const uint4 words = cells.four_words();
+  const bool bricks = blockIdx.x >= cells.row_blocks;
+  const int bits =
+      __reduce_add_sync(0xffffffffu, __popc(words.x) + __popc(words.y) + __popc(words.z) + __popc(words.w));
+  const int bytes = __reduce_add_sync(0xffffffffu, bytes_in_use(words.x) + bytes_in_use(words.y) +
+                                                       bytes_in_use(words.z) + bytes_in_use(words.w));
+  if (lane == 0) {
+    warp_bits[warp] = bits;
+    warp_bytes[warp] = bytes;
+  }
+  __syncthreads();
+  if (t != 0) return;
+  int total_bits = 0, total_bytes = 0;
+  for (int w = 0; w < kThreads / 32; ++w) {
+    total_bits += warp_bits[w];
+    total_bytes += warp_bytes[w];
+  }
+  cells.block_bits[blockIdx.x] = total_bits;
+  if (total_bits == 0) return;
+  const auto add = [](int64_t* counter, int amount) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(amount));
+  };
+  if (bricks) add(&cells.stats->bricks, total_bytes);
+  if (!bricks || cells.row_blocks == 0) add(&cells.stats->count, total_bits);
+}
+
+// Sets the bits of rows, if all are packable and their box is not larger than the bitmap.
+__global__ void __launch_bounds__(kThreads)
+mark_rows(const int4* coords, int64_t n, const CoordStats* stats, int max_bits, uint32_t* bits) {
+  const CoordBox box = whole_bricks(make_box(stats->min, stats->max));
+  if (stats->bad_row != -1 || total_bits(box) > max_bits) return;
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
+    const auto code = static_cast<uint32_t>(morton(box, coords[i]));
+    atomicOr(bits + code / 32, 1u << (code % 32));
+  }
+}
+
+// Writes the rows of the first bitmap and the ranks of the second one's words, and empties the brick table.
+__global__ void __launch_bounds__(kThreads)
+place(const Cells cells, const CoordBox box, int4* coords, uint4* table, int64_t capacity) {
+  __shared__ int warp_total[kThreads / 32], warp_before[kThreads / 32];
+  const int t = threadIdx.x, warp = t / 32, lane = t % 32;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + t; i < capacity; i += int64_t{gridDim.x} * kThreads) {
+    table[i] = make_uint4(~0u, kNoBrick, ~0u, ~0u);
+  }
+  if (cells.block_bits[blockIdx.x] == 0) return;
+  const bool ranks = blockIdx.x >= cells.row_blocks;
+  const int begin = ranks ? static_cast<int>(cells.row_blocks) : 0, block = static_cast<int>(blockIdx.x) - begin;
+  int before = 0;  // this block
+  for (int i = t; i < block; i += kThreads) before += cells.block_bits[begin + i];
+  before = __reduce_add_sync(0xffffffffu, before);
+  const uint4 four = cells.four_words();
+  const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+  const int mine = __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w), until = warp_scan(mine);
+  if (lane == 31) warp_total[warp] = until;
+  if (lane == 0) warp_before[warp] = before;
+  __syncthreads();
+  int at = until - mine;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) at += warp_before[w] + (w < warp ? warp_total[w] : 0);
+
+  const uint32_t first_word = uint32_t(block) * kWordsPerBlock + 4 * t;
+  if (ranks) {
+    int4 rank;
+    rank.x = at;
+    rank.y = rank.x + __popc(words[0]);
+    rank.z = rank.y + __popc(words[1]);
+    rank.w = rank.z + __popc(words[2]);
+    reinterpret_cast<int4*>(cells.ranks)[first_word / 4] = rank;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    for (uint32_t rest = words[i]; rest != 0; rest &= rest - 1) {
+      uint32_t key = (first_word + i) * 32 + __popc((rest & (0u - rest)) - 1);
+      int v[4];
+#pragma unroll
+      for (int a = 3; a >= 0; --a) {
+        v[a] = static_cast<int>(key & ((1u << box.bits[a]) - 1)) + box.low[a];
+        key >>= box.bits[a];
+      }
+      coords[at++] = make_int4(v[0], v[1], v[2], v[3]);
+    }
+  }
+}
+
+// Order and bricks of rows whose ranks are known.
+__global__ void __launch_bounds__(kThreads)
+index_rows(const Cells cells, const CoordBox box, const int4* coords, int64_t n, int* order, Brick* table,
+           uint32_t capacity) {
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
+    const int4 c = coords[i];
+    const auto cell = static_cast<uint32_t>(morton(box, c));
+    const uint32_t word = cells.bricks[cell / 32];
+    const int rank = cells.ranks[cell / 32] + __popc(word & ((1u << cell % 32) - 1));
+    order[rank] = static_cast<int>(i);
+    const uint32_t mask = word >> (cell & 24) & 0xff;
+    if ((mask & ((1u << (cell & 7)) - 1)) == 0) insert_brick(table, capacity, brick_key(c), rank, mask);
+  }
+}
+
+cudaError_t index_with(const Cells& cells, const CoordBox& box, int64_t count, int* coords, int* order, Brick* table,
+                       int64_t capacity, cudaStream_t stream) {
+  auto* rows = reinterpret_cast<int4*>(coords);
+  place<<<cells.blocks, kThreads, 0, stream>>>(cells, box, rows, reinterpret_cast<uint4*>(table), capacity);
+  cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess || count == 0) return error;
+  const int blocks = blocks_for(count);
+  const auto slots = static_cast<uint32_t>(capacity);
+  index_rows<<<blocks, kThreads, 0, stream>>>(cells, box, rows, count, order, table, slots);
+  return cudaGetLastError();
+}
+
+// Workspace of survey_coords.
+struct Survey {
+  int max_bits;  // of a box that the bitmap holds: few voxels do not clear 32 MiB
+  int64_t words;
+  uint32_t* bits;
+  int *block_bits, *ranks;
+  size_t total_bytes;
+
+  Survey(void* base, int64_t n) : max_bits(n >= 1 << 16 ? 28 : 24), words(words_of(max_bits)) {
+    Carver carve(base);
+    bits = carve.take<uint32_t>(words);
+    block_bits = carve.take<int>(words / kWordsPerBlock);
+    ranks = carve.take<int>(words);
+    total_bytes = carve.bytes;
+  }
+};
+
+}  // namespace
+
+CoordBox cell_box(CoordBox box) { return whole_bricks(box); }
+
+size_t cell_workspace(const CoordBox& box) { return bits_of(box) > kMaxCellBits ? 0 : Cells(nullptr, box).total_bytes; }
+
+CellStats* cell_stats(const CoordBox& box, void* workspace) { return Cells(workspace, box).stats; }
+
+cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t stream) {
+  return cudaMemsetAsync(workspace, 0, Cells(workspace, box).clear_bytes, stream);
+}
+
+cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t stream) {
+  const Cells cells(workspace, box);
+  count_bits<<<cells.blocks, kThreads, 0, stream>>>(cells, nullptr);
+  return cudaGetLastError();
+}
+
+cudaError_t index_cells(const CoordBox& box, void* workspace, int64_t count, int* coords, int* order, Brick* table,
+                        int64_t capacity, cudaStream_t stream) {
+  if (count < 0 || count > INT_MAX || capacity < 1 || capacity > UINT_MAX) return cudaErrorInvalidValue;
+  return index_with(Cells(workspace, box), box, count, coords, order, table, capacity, stream);
+}
+
+size_t survey_workspace(int64_t n) { return Survey(nullptr, n).total_bytes; }
+
+cudaError_t survey_coords(const int* coords, int64_t n, SurveyStats* stats, void* workspace, cudaStream_t stream) {
+  if (n < 0 || n > INT_MAX) return cudaErrorInvalidValue;
+  const Survey survey(workspace, n);
+  const auto* rows = reinterpret_cast<const int4*>(coords);
+  cudaError_t error = measure_coords(coords, n, &stats->coords, &stats->cells, survey.bits, survey.words, stream);
+  if (error != cudaSuccess) return error;
+  mark_rows<<<blocks_for(n), kThreads, 0, stream>>>(rows, n, &stats->coords, survey.max_bits, survey.bits);
+  if ((error = cudaGetLastError()) != cudaSuccess) return error;
+  Cells cells{};
+  cells.bricks = survey.bits;
+  cells.stats = &stats->cells;
+  cells.block_bits = survey.block_bits;
+  cells.blocks = static_cast<unsigned>(survey.words / kWordsPerBlock);
+  count_bits<<<cells.blocks, kThreads, 0, stream>>>(cells, &stats->coords);
+  return cudaGetLastError();
+}
+
+bool survey_holds(const SurveyStats& stats, int64_t n) {
+  const CoordBox box = cell_box(box_around(stats.coords.min, stats.coords.max));
+  return stats.coords.bad_row == -1 && bits_of(box) <= Survey(nullptr, n).max_bits && stats.cells.count == n;
+}
+
+cudaError_t index_survey(const SurveyStats& stats, const int* coords, int64_t n, void* workspace, int* order,
+                         Brick* table, int64_t capacity, cudaStream_t stream) {
+  if (!survey_holds(stats, n) || capacity < 1 || capacity > UINT_MAX) return cudaErrorInvalidValue;
+  const CoordBox box = cell_box(box_around(stats.coords.min, stats.coords.max));
+  const Survey survey(workspace, n);
+  Cells cells{};
+  cells.bricks = survey.bits;
+  cells.block_bits = survey.block_bits;
+  cells.ranks = survey.ranks;
+  cells.blocks = static_cast<unsigned>(words_of(bits_of(box)) / kWordsPerBlock);
+  return index_with(cells, box, n, const_cast<int*>(coords), order, table, capacity, stream);
+}
+
+}  // namespace voxmma

@@ -1,4 +1,4 @@
-"""Every compiled tile, forward and dgrad or wgrad, 27 and 8 offsets, and pooling: what compute-sanitizer watches.
+"""Every compiled tile over 27 and 8 offsets, both directions, and pooling: what compute-sanitizer watches.
 
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --channels 8,32,64,128
@@ -50,7 +50,9 @@ def check(tile: dict[str, object], coords: torch.Tensor, c: int, size: int) -> f
     w = (torch.randn(volume, c, c, device="cuda", generator=g) / (volume * c / 2) ** 0.5).to(dtype)
     rel = lambda y, ref: float((y.double() - ref).norm() / ref.norm())  # noqa: E731
     if tile["op"] == "wgrad":
-        dw = torch.ops.voxmma.conv_wgrad(x, dy, made.tensors, opposite, volume, 1, mirrored, accumulator, name, "", None)
+        dw = torch.ops.voxmma.conv_wgrad(
+            x, dy, made.tensors, opposite, volume, 1, mirrored, accumulator, name, "", None
+        )
         return rel(dw, accuracy.reference_wgrad(x, dy, pairs)[0])
     conv = torch.ops.voxmma.conv
     y = conv(x, w, None, made.tensors, opposite, n, mirrored, False, accumulator, name, name, "", None)

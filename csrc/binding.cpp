@@ -1265,6 +1265,7 @@ Tensor launch_pool(PoolOp op, const Tensor& x, const OptTensor& in_count, const 
   args.ldx = rows.stride(0);
   args.y = y.data_ptr();
   args.channels = x.size(1);
+  args.sm_count = on.info.sm_count;
   if (in_count.has_value()) args.in_count = data<int>(*in_count);
   if (out_count.has_value()) args.out_count = data<int>(*out_count);
   if (winner.defined()) args.winner = winner.data_ptr();

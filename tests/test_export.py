@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -393,7 +394,7 @@ def test_torch_export_takes_voxels_with_their_maps(device: torch.device) -> None
     model = SparseUNet(4, 8, 5).to(device).eval()
     with torch.no_grad():
         inputs = mapped.with_maps(model, (voxels(300, 0, device),))
-        program = torch.export.export(model, inputs, dynamic_shapes=mapped.dynamic_shapes(inputs))
+        program = mapped.export_program(model, inputs)
         for n in (2, 300, 900):
             x = voxels(n, n, device)
             assert torch.equal(program.module()(inputs[0].layout(x)), model(x))
@@ -440,6 +441,23 @@ def test_two_packages_with_other_policies_in_one_process(device: torch.device, t
     assert foreign.engine == "export" and foreign.reason.startswith("made for pytorch one, here ")
     with pytest.raises(ArtefactError, match="made for pytorch one"):
         load(tmp_path / "foreign", engine="aot")
+
+
+def test_a_package_is_loaded_by_another_process_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "junk.pt2").write_bytes(b"no archive")
+    assert export.aot._not_loadable(tmp_path / "junk.pt2").startswith("it cannot be loaded: ")
+    crashed = subprocess.CompletedProcess([], -11, "", "Segmentation fault")
+    monkeypatch.setattr(export.aot.subprocess, "run", lambda *args, **kwargs: crashed)
+    monkeypatch.setattr(
+        torch._inductor,
+        "aoti_compile_and_package",
+        lambda program, package_path: Path(package_path).write_bytes(b"package"),
+    )
+    model, x = net()
+    artefact = compile_model(model, (x,), aot=None)
+    assert (artefact.engine, artefact.reason) == ("export", "a process that loads it ends by signal 11")
 
 
 @pytest.mark.parametrize("fault", ["does not run", "numbers are off"])

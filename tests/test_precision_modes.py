@@ -243,10 +243,10 @@ def test_3xtf32_is_as_exact_as_plain_fmas(family: str) -> None:
         for (op, ((y64, abs64), length)), got in zip(references.items(), results, strict=True):
             found[op].append(accuracy.errors(got, y64, abs64))
             worst = float((got.double() - y64).abs().max())
-            if family == "subnormal" and names is split:
+            if family == "subnormal" and names is split and op != "dgrad":  # of gradients and weights
                 assert worst <= subnormal_loss(names["fprop"], length, x, w, dy), (op, worst)
     for op, (tensor, plain) in found.items():
-        if family != "subnormal":  # there TF32's missing bits show, within the bound above
+        if family != "subnormal" or op == "dgrad":  # there TF32's missing bits show, within the bound above
             assert tensor.nonfinite == 0 and tensor.rel_l2 <= 1.05 * plain.rel_l2 + 1e-12, (op, tensor, plain)
 
 

@@ -711,7 +711,8 @@ def test_command_names_what_it_cannot_do(option: str, value: str) -> None:
 
 @pytest.mark.gpu
 def test_a_tuned_layer_says_so_on_a_gpu(cache: Path) -> None:
-    x = voxmma.Voxels(surface_coords(64).cuda(), torch.randn(8192, 64, device="cuda").half())
+    feats = torch.randn(8192, 64, device="cuda").half().requires_grad_()
+    x = voxmma.Voxels(surface_coords(64).cuda(), feats)
     layer = voxmma.nn.SparseConv3d(64, 64, 3, bias=False).cuda().half()
     before = layer(x)
     report = voxmma.tune(layer, x, repeats=3)

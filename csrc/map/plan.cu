@@ -112,7 +112,9 @@ struct Query {
   }
 };
 
-// Calls emit(k, input rank) for every neighbour under the offsets k_begin..k_end-1, in no particular order.
+// Calls emit(k, input rank) for every neighbour under the offsets k_begin..k_end-1, in no particular order. Whole warps
+// call it together. Where lanes part, a __syncwarp brings them together again: without them the lanes went on alone
+// from the first hash chain to the end, 5 of 32 at a time.
 template <bool kDivide, class Emit>
 __device__ __forceinline__ void for_neighbours(const Params& p, int k_begin, int k_end, const Query& query,
                                                const Emit& emit) {
@@ -123,7 +125,8 @@ __device__ __forceinline__ void for_neighbours(const Params& p, int k_begin, int
   const int groups = p.pair_z ? size_z / 2 + 1 : size_z;  // bricks along z
   const int xy_end = (k_end - 1) / size_z + 1;
   int xy = k_begin / size_z, ix = xy / size_y, iy = xy % size_y, group = 0;
-  while (xy < xy_end) {
+  while (xy < xy_end) {  // the same number of times on all lanes
+    __syncwarp();
     uint2 key[kProbes];
     uint4 found[kProbes];
     uint32_t slot[kProbes];
@@ -174,6 +177,7 @@ __device__ __forceinline__ void for_neighbours(const Params& p, int k_begin, int
         }
       }
     }
+    __syncwarp();
 #pragma unroll
     for (int u = 0; u < kProbes; ++u) {
       const int cell = cells[u] & 15;
@@ -184,6 +188,7 @@ __device__ __forceinline__ void for_neighbours(const Params& p, int k_begin, int
         if ((present >> c & 1) && k >= k_begin && k < k_end) {
           emit(k, static_cast<int>(found[u].z) + __popc(mask & ((1u << (cell + c)) - 1)));
         }
+        __syncwarp();
       }
     }
   }

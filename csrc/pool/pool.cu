@@ -27,17 +27,19 @@ __device__ __forceinline__ Row load_row(const Row* table, int64_t i) {
 // What a block stages for `rows` consecutive rows of a tile and up to kChunk offsets.
 struct Stage {
   int64_t* base;    // [kChunk] where the unique rows of the offset's pass begin in `uniq`
+  int* out;         // [rows] the caller's row, -1 for padding of the last tile
   uint32_t* mask;   // [rows] offsets under which the row has an input
   int* input;       // [offsets][rows] that input; undefined where the mask says there is none
 
   __device__ Stage(unsigned char* bytes, int rows)
       : base(reinterpret_cast<int64_t*>(bytes)),
-        mask(reinterpret_cast<uint32_t*>(base + kChunk)),
+        out(reinterpret_cast<int*>(base + kChunk)),
+        mask(reinterpret_cast<uint32_t*>(out + rows)),
         input(reinterpret_cast<int*>(mask + rows)) {}
 
   static size_t bytes(int rows, int volume) {
     const size_t offsets = volume < kChunk ? volume : kChunk;
-    return kChunk * sizeof(int64_t) + rows * sizeof(uint32_t) + offsets * rows * sizeof(int);
+    return kChunk * sizeof(int64_t) + rows * (sizeof(int) + sizeof(uint32_t)) + offsets * rows * sizeof(int);
   }
 
   // Offsets first..first + count - 1 of the call for the tile's rows row0 ... All threads of the block take part.
@@ -47,7 +49,10 @@ struct Stage {
     const int r = t & (rows - 1);  // rows divides the number of threads
     const uint16_t* local = plan.local + int64_t{tile.tile} * volume * kTileM + row0 + r;
     __syncthreads();  // what was staged before has been read
-    if (t < rows) mask[t] = 0;
+    if (t < rows) {
+      mask[t] = 0;
+      out[t] = __ldg(plan.order + int64_t{tile.tile} * kTileM + row0 + t);
+    }
 #pragma unroll 4
     for (int i = t; i < count << log_rows; i += kThreads) {
       const int k = first + (i >> log_rows);
@@ -93,10 +98,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) pool_rows(const PoolAr
   const T* x = static_cast<const T*>(args.x);
   const int vecs = static_cast<int>(args.channels) / n;
 
+  stage.fill(plan, args.mirror, tile, row0, log_rows, 0, min(volume, kChunk));
   for (int first_item = 0; first_item < rows * vecs; first_item += kThreads) {
     const int item = first_item + threadIdx.x, r = item / vecs, column = (item - r * vecs) * n;
-    // -1: beyond the block's rows, or padding of the last tile.
-    const int out = item < rows * vecs ? plan.order[int64_t{tile.tile} * kTileM + row0 + r] : -1;
+    const int out = item < rows * vecs ? stage.out[r] : -1;  // -1, too: beyond the block's rows
     A sum[n] = {};
     Extreme<mode == Mode::max, T, n> extreme(volume);
     Piece<W, n> chosen;
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) pool_rows(const PoolAr
     bool any = false;
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const int first = chunk * kChunk;
-      if (chunks > 1 || first_item == 0) {
+      if (chunks > 1 && chunk + first_item > 0) {
         stage.fill(plan, args.mirror, tile, row0, log_rows, first, min(volume - first, kChunk));
       }
       if (out < 0) continue;
@@ -181,8 +186,15 @@ template <Mode mode, class T, class W>
 cudaError_t launch(const PoolArgs& args, cudaStream_t stream) {
   const bool vector = is_aligned(args.x, args.ldx * sizeof(T)) && is_aligned(args.y, args.channels * sizeof(T));
   const int64_t vecs = vector ? args.channels * int64_t{sizeof(T)} / 16 : args.channels;
-  int log_rows = 5;  // of a block: two rounds of its threads, so that staging is shared
-  while (log_rows < kLogTile && vecs << log_rows < 2 * kThreads) ++log_rows;
+  // Rows of a block: two rounds of its threads, or up to eight where that leaves three waves of blocks. Staging waits
+  // for memory three times over, and where rows have one input each (507k rows of 64 channels) that is half of it.
+  const int64_t enough = 3 * int64_t{kBlocksPerSm} * args.sm_count;
+  int log_rows = 5;
+  while (log_rows < kLogTile && (vecs << log_rows < 2 * kThreads ||
+                                 (vecs << log_rows < 8 * kThreads &&
+                                  int64_t{args.plan.tiles} << (kLogTile - log_rows - 1) >= enough))) {
+    ++log_rows;
+  }
   const int64_t blocks = int64_t{args.plan.tiles} << (kLogTile - log_rows);
   if (blocks > INT_MAX || vecs << log_rows > INT_MAX / 2) return cudaErrorInvalidValue;
   const size_t bytes = Stage::bytes(1 << log_rows, args.plan.kernel_volume);

@@ -6,7 +6,10 @@ operators are called from it through PyTorch's dispatcher, so importing voxmma i
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -57,10 +60,31 @@ def build(program: torch.export.ExportedProgram) -> tuple[bytes, str]:
         path = Path(folder) / "model.pt2"
         try:
             aoti_compile_and_package(program, package_path=str(path))
-            return path.read_bytes(), ""
         except Exception as error:  # whatever a compiler, a linker or Triton's absence raises
             first = (str(error).strip().splitlines() or [""])[0]
             return b"", f"{type(error).__name__}: {first}"
+        reason = _not_loadable(path)
+        return (b"", reason) if reason else (path.read_bytes(), "")
+
+
+def _not_loadable(path: Path) -> str:
+    """Why another process cannot load the package, "" if it can.
+
+    A loader that crashes takes its process along, as torch 2.11 for CUDA 13.0 was seen to do on an H200 with
+    the package of one linear layer.
+    """
+    package_root = str(Path(__file__).resolve().parents[1])
+    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", "voxmma.aot", str(path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode < 0:
+        return f"a process that loads it ends by signal {-done.returncode}"
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    return f"it cannot be loaded: {last}" if done.returncode else ""
 
 
 def load(package: bytes) -> Callable[..., Any]:
@@ -72,3 +96,7 @@ def load(package: bytes) -> Callable[..., Any]:
         path.write_bytes(package)
         made: Callable[..., Any] = aoti_load_package(str(path))
         return made
+
+
+if __name__ == "__main__":  # see _not_loadable
+    load(Path(sys.argv[1]).read_bytes())

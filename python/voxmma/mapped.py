@@ -6,7 +6,7 @@ every `Voxels` replaced by `MappedVoxels`, a `Voxels` that torch's pytree takes 
 coordinates and map tensors. The recipe (`Layout`) makes the same of other voxels, so one graph serves all:
 
     inputs = with_maps(model, (voxels,))
-    program = torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes(inputs))
+    program = export_program(model, inputs)
     y = program.module()(inputs[0].layout(other_voxels))
 
 `voxmma.export` does all this by itself.
@@ -14,12 +14,14 @@ coordinates and map tensors. The recipe (`Layout`) makes the same of other voxel
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.fx.experimental._config
 import torch.utils._pytree as pytree
 from torch import nn
 
@@ -29,7 +31,7 @@ from voxmma.derive import children, windows
 from voxmma.kernel_map import Direction, Geometry, KernelMap, MapCore, core_between
 from voxmma.voxels import Triple, Voxels
 
-__all__ = ["Layout", "MappedVoxels", "dynamic_shapes", "with_maps"]
+__all__ = ["Layout", "MappedVoxels", "dynamic_shapes", "export_program", "with_maps"]
 
 _LEVELS = 5  # of the tree over samples: enough for 64**5 voxels
 
@@ -235,6 +237,18 @@ def dynamic_shapes(inputs: tuple[Any, ...]) -> Any:
                 if axes:
                     shapes[tensor] = dict.fromkeys(axes, torch.export.Dim.AUTO)
     return shapes
+
+
+def export_program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    """torch.export of ``model`` on inputs of `with_maps`, for any number of voxels and of map entries.
+
+    Sizes of 1, such as the tiles of a small level, are variable too: torch.export alone takes them as fixed.
+    """
+    with contextlib.ExitStack() as stack:
+        config: Any = torch.fx.experimental._config
+        if hasattr(config, "backed_size_oblivious"):  # not yet in torch 2.6
+            stack.enter_context(config.patch(backed_size_oblivious=True))
+        return torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes(inputs))
 
 
 def variable_sizes(voxels: MappedVoxels) -> list[dict[int, int]]:

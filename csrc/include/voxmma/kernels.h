@@ -269,6 +269,7 @@ struct PoolArgs {
   int64_t ldx;
   void* y;               // (n_out, channels) contiguous
   int64_t channels;
+  int sm_count;          // multiprocessors of the device
   const int* in_count;   // sum: [n_in] or null
   const int* out_count;  // sum: [n_out] or null
   void* winner;          // contiguous, in winner_bytes(K): an offset, K = none. max, min: (n_out, channels), written

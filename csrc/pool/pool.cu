@@ -98,23 +98,23 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) pool_rows(const PoolAr
   const T* x = static_cast<const T*>(args.x);
   const int vecs = static_cast<int>(args.channels) / n;
 
-  stage.fill(plan, args.mirror, tile, row0, log_rows, 0, min(volume, kChunk));
   for (int first_item = 0; first_item < rows * vecs; first_item += kThreads) {
     const int item = first_item + threadIdx.x, r = item / vecs, column = (item - r * vecs) * n;
-    const int out = item < rows * vecs ? stage.out[r] : -1;  // -1, too: beyond the block's rows
+    int out = -1;  // also beyond the block's rows
     A sum[n] = {};
     Extreme<mode == Mode::max, T, n> extreme(volume);
     Piece<W, n> chosen;
-    if constexpr (mode == Mode::pick) {
-      if (out >= 0) chosen.load(static_cast<const W*>(args.winner) + out * args.channels + column);
-    }
     bool any = false;
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const int first = chunk * kChunk;
-      if (chunks > 1 && chunk + first_item > 0) {
+      if (chunks > 1 || first_item == 0) {
         stage.fill(plan, args.mirror, tile, row0, log_rows, first, min(volume - first, kChunk));
       }
+      out = item < rows * vecs ? stage.out[r] : -1;
       if (out < 0) continue;
+      if constexpr (mode == Mode::pick) {
+        if (chunk == 0) chosen.load(static_cast<const W*>(args.winner) + out * args.channels + column);
+      }
       for (uint32_t rest = stage.mask[r]; rest != 0;) {
         Piece<T, n> value[kFlight];
         Piece<W, n> winner[kFlight];

@@ -323,7 +323,7 @@ def gathered(tmp_path: Path, timeout: float = 20.0) -> tuple[dict[int, dict[str,
     said: list[str] = []
     units = [{"id": i, "name": f"unit {i}"} for i in range(3)]
     job = {"lib": "spconv", "variant": "split", "units": units}
-    return peerbench._library(job, tmp_path, timeout, said.append), said
+    return peerbench._library(job, tmp_path, timeout, math.inf, said.append), said
 
 
 def test_a_crash_costs_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,6 +387,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, 
         arguments += ["--libs", "voxmma,torch,spconv,fvdb", "--device", "cpu", "--repeats", "1", "--no-cold"]
         text = invoke("peers", *arguments, "--out", str(folder / "out")).stdout
     return json.loads((folder / "out" / "peers.json").read_text()), text, folder / "out"
+
+
+def test_a_spent_budget_leaves_rows_out() -> None:
+    scenes, layers = {"s": random_coords(30, 4).numpy()}, [Layer(8, 8), Layer(16, 16)]
+    libraries = [("voxmma", "fp32"), ("torch", peers.ADAPTERS["torch"].variants[0])]
+    rows = peerbench.run(scenes, layers, libraries, torch.device("cpu"), repeats=1, budget=0.0)["rows"]
+    assert len(rows) == 4 and {row.get("unsupported") for row in rows} == {peerbench.LEFT_OUT}
+    assert not any("forward_ms" in row for row in rows)
 
 
 def test_peers_measures_every_library_in_its_process(run: tuple[dict[str, Any], str, Path]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import queue
 import subprocess
@@ -60,6 +61,7 @@ _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 OPS = ("forward", "dgrad", "wgrad", "backward")
+LEFT_OUT = "left out: the budget was spent"
 
 
 # ---- one row, in a library's own process -------------------------------------------------------------------
@@ -367,13 +369,18 @@ def _start(job: dict[str, Any], folder: Path, log: Path) -> subprocess.Popen[str
 
 
 def _library(
-    job: dict[str, Any], folder: Path, timeout: float, advance: Callable[[str], None]
+    job: dict[str, Any], folder: Path, timeout: float, end: float, advance: Callable[[str], None]
 ) -> dict[int, dict[str, Any]]:
-    """Runs a library's units, in as many processes as it takes: what each unit gave."""
+    """Runs a library's units, in as many processes as it takes: what each unit gave.
+
+    None starts after `end` (time.monotonic).
+    """
     results: dict[int, dict[str, Any]] = {}
     log = folder / f"{job['lib']}-{job['variant']}.log"
     title = f"{job['lib']} {job['variant']}"
     while todo := [unit for unit in job["units"] if unit["id"] not in results]:
+        if time.monotonic() >= end:
+            return results | {unit["id"]: {"unsupported": LEFT_OUT} for unit in todo}
         process = _start({**job, "units": todo}, folder, log)
         running: int | None = None
         why = ""
@@ -383,6 +390,8 @@ def _library(
                     why = f"nothing for {timeout:g} s: stopped"
                     break
                 if "start" in said:
+                    if time.monotonic() >= end:
+                        break
                     running = said["start"]
                     advance(f"{title}: {next(u['name'] for u in todo if u['id'] == running)}")
                 elif "done" in said:
@@ -393,7 +402,7 @@ def _library(
         if running is not None:
             why = why or f"the process died ({process.returncode}): {_last_words(log)}"
             results[running] = {"error": why}
-        elif not any(unit["id"] in results for unit in todo):
+        elif not any(unit["id"] in results for unit in todo) and time.monotonic() < end:
             for unit in todo:
                 advance(f"{title}: did not start")
                 results[unit["id"]] = {"error": why or f"did not start: {_last_words(log)}"}
@@ -409,6 +418,7 @@ def run(
     repeats: int | None = None,
     cold: bool = True,
     timeout: float = 300.0,
+    budget: float = math.inf,
     advance: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measures every library on every scene and layer.
@@ -418,6 +428,7 @@ def run(
             voxmma.peers.
         repeats: of each figure, default 20 on a GPU, 3 on a CPU. cold: measure with a cold cache too.
         timeout: seconds without an answer after which a process is stopped.
+        budget: seconds after which no row is started; those left out say so.
         advance: called with a text before each unit that runs.
 
     Returns:
@@ -435,7 +446,7 @@ def run(
         - rel_l2, max_eta: of y, dx, dW against fp64;
         - OP_floor_ms, OP_bound, OP_of_floor: floor, what binds it, floor / time; OP_tflops, OP_intensity.
     """
-    on_gpu = device.type == "cuda"
+    on_gpu, end = device.type == "cuda", time.monotonic() + budget
     absent = [name for name, _ in libraries if not installed(name)]
     made = {name: prepared(coords) for name, coords in scenes.items()}
     units: list[dict[str, Any]] = [
@@ -462,7 +473,7 @@ def run(
                 given = {unit["id"]: {"unsupported": "runs on a GPU only"} for unit in units}
             else:
                 task = {**job, "lib": lib, "variant": variant, "rates": rates}
-                given = _library(task, folder, timeout, advance)
+                given = _library(task, folder, timeout, end, advance)
             for unit in units:
                 layer = Layer(**unit["layer"])
                 rows.append(
@@ -543,6 +554,7 @@ def peers(
     timeout: Annotated[
         float, typer.Option(help="Seconds without an answer before a library is stopped.", min=1)
     ] = 300.0,
+    budget: Annotated[float, typer.Option(help="Seconds after which no row is started.", min=1)] = math.inf,
     out: Annotated[Path, typer.Option(help="Folder for peers.json and peers.png.")] = Path("voxmma-peers"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -577,7 +589,15 @@ def peers(
     count = len(scenes) * len(layers) * len(running)
     with cli.progress(count) as advance:
         result = run(
-            scenes, layers, wanted, target, repeats=repeats, cold=cold, timeout=timeout, advance=advance
+            scenes,
+            layers,
+            wanted,
+            target,
+            repeats=repeats,
+            cold=cold,
+            timeout=timeout,
+            budget=budget,
+            advance=advance,
         )
     written = save(result, out)
     cli.show(benchplots.plain(result), benchplots.peers_table(result), as_json)

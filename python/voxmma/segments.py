@@ -70,7 +70,10 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stats: torch.Tensor, coords: CoordSet, dtype: torch.dtype) -> torch.Tensor:
         ctx.coords, ctx.dtype = coords, stats.dtype
-        return stats.to(dtype).index_select(0, coords.coords[:, 0])
+        rows = stats.to(dtype)
+        if coords.batch_size == 1:
+            return rows.expand(coords.num, -1)
+        return rows.index_select(0, coords.coords[:, 0].contiguous())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -97,7 +100,10 @@ def sample_mean(values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
 
 
 def spread(stats: torch.Tensor, coords: CoordSet) -> torch.Tensor:
-    """(N, C) row of `stats` (batch_size, C) of each voxel's sample; the transpose of `sample_sum`."""
+    """(N, C) row of `stats` (batch_size, C) of each voxel's sample; the transpose of `sample_sum`.
+
+    To be read only: rows may share memory.
+    """
     return _Spread.apply(stats, coords, stats.dtype)
 
 

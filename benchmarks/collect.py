@@ -102,14 +102,22 @@ def _peers(raw: Result, former: Result, origin: Result) -> Result:
             label = "{} {} {}x{} k{}s{} {}".format(*key)
             rows.pop(key, None)
             failed.pop(label, None)
+            if row.get("unsupported", "").startswith("left out"):
+                continue
             if "forward_ms" not in row:
                 failed[label] = row.get("error") or row["unsupported"]
                 continue
             rows[key] = row
             if (row["kernel"], row["stride"]) == (3, 1):
                 pairs = row["pairs"]
-        scenes[scene] = {**part, "pairs": pairs, "rows": list(rows.values()), "failed": failed}
+        by_layer = sorted(rows.values(), key=_by_layer)
+        scenes[scene] = {**part, "pairs": pairs, "rows": by_layer, "failed": failed}
     return scenes
+
+
+def _by_layer(row: Result) -> tuple[Any, ...]:
+    """Submanifold layers by kernel, strided ones after them, small ones first."""
+    return row["stride"], row["kernel"], row["dtype"], row["ci"] * row["co"], row["ci"]
 
 
 def _figures(value: Any) -> Any:

@@ -205,7 +205,10 @@ def peers_table(results: list[Result]) -> str:
                 f"**{scene}** on {result['card']}: {part['voxels']:,} voxels; measured limits {reach} and "
                 f"{rates['bandwidth']:.0f} GB/s; {_origin(part, part['torch'])}."
             )
-            failed = "".join(f"\n* {label}: {why}" for label, why in part["failed"].items())
+            reasons: dict[str, list[str]] = {}
+            for label, why in part["failed"].items():
+                reasons.setdefault(why, []).append(label)
+            failed = "".join(f"\n* {why}: {', '.join(labels)}" for why, labels in reasons.items())
             failed = f"\n\nWithout figures:\n{failed}" if failed else ""
             blocks.append(f"{caption}\n\n{_markdown(header, rows)}{failed}")
     return "\n\n".join(blocks) or "No run of `voxmma bench peers` has been recorded yet."

@@ -143,18 +143,13 @@ def test_weights_go_to_a_layout_and_back(layout: str, kernel: int) -> None:
     assert torch.equal(convert_weight(peers.to_layout(weight, layout, kernel), layout, kernel), weight)
 
 
-@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (5, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (5, 1), (2, 2), (3, 2), (5, 2), (2, 3)])
 def test_pairs_found_with_torch_are_those_of_the_library(kernel: int, stride: int) -> None:
     coords = peers.prepared(random_coords(200, 6, batch=2).numpy())
     problem, layer = Problem(coords, CPU), Layer(4, 4, kernel, stride)
     voxels = voxmma.Voxels(problem.coords, torch.zeros(len(coords), 1))
-    if kernel % 2 and stride > 1:  # other outputs than the cells of the inputs
-        mapping = voxmma.kernel_map(
-            voxels, kernel, stride=stride, out_coords=voxmma.CoordSet(problem.outputs(2), 2)
-        )
-    else:
-        mapping = voxmma.kernel_map(voxels, kernel, stride=stride)
-        assert torch.equal(mapping.out_coords.coords, problem.outputs(stride))
+    mapping = voxmma.kernel_map(voxels, kernel, stride=stride)
+    assert torch.equal(mapping.out_coords.coords, problem.outputs(layer))
     for (rows, out), (rows_, out_) in zip(problem.pairs(layer), mapping.pairs(), strict=True):
         assert torch.equal(rows, rows_) and torch.equal(out, out_)
 
@@ -204,7 +199,7 @@ class Shuffled(peers.GatherGemm):
         problem, layer = self.problem, self.layer
         generator = torch.Generator().manual_seed(1)
         self.into = torch.randperm(problem.n_in, generator=generator)
-        outputs = problem.outputs(layer.stride)
+        outputs = problem.outputs(layer)
         out = self.into if layer.stride == 1 else torch.randperm(len(outputs), generator=generator)
         self.out, self.cells = out, outputs[out]
 

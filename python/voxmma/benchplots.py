@@ -175,6 +175,7 @@ def _bars(axes: Any, places: dict[tuple[str, str], dict[str, Row]], names: list[
         at = [place + (number - (len(shown) - 1) / 2) * width for place in range(len(places))]
         bars = axes.bar(at, heights, width, label=name, color=_color(name, number), edgecolor="white")
         axes.bar_label(bars, fmt="%.2f", fontsize=6, padding=1)
+    axes.set_yscale("log")
     if relative:
         axes.axhline(1, color="black", linewidth=0.8)
     axes.set_ylabel("time / time of voxmma" if relative else "ms")

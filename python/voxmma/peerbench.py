@@ -75,7 +75,7 @@ class Data:
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(layer.dtype, torch.float32)
         generator = torch.Generator(device)
         generator.manual_seed(layer.c_in * 1_000_003 + layer.c_out * 1_009 + layer.volume)
-        n_out = len(problem.outputs(layer.stride))
+        n_out = len(problem.outputs(layer))
 
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
             made = torch.randn(shape, generator=generator, device=device).mul_(scale)
@@ -123,7 +123,7 @@ def measure(adapter: Adapter, data: Data, rates: Rates, repeats: int, cold: bool
     synchronise(device)
     row: dict[str, Any] = {"start_s": time.perf_counter() - began}
     in_rows = _rows_of(adapter.in_coords(state), problem.coords)
-    out_rows = _rows_of(adapter.out_coords(state), problem.outputs(layer.stride))
+    out_rows = _rows_of(adapter.out_coords(state), problem.outputs(layer))
     xs = [(x if in_rows is None else x[in_rows]).detach().requires_grad_() for x in data.x]
     dys = [dy if out_rows is None else dy[out_rows] for dy in data.dy]
     count = data.sets
@@ -204,7 +204,7 @@ def measure(adapter: Adapter, data: Data, rates: Rates, repeats: int, cold: bool
             rates,
             pairs=data.pairs,
             n_in=problem.n_in,
-            n_out=len(problem.outputs(layer.stride)),
+            n_out=len(problem.outputs(layer)),
             volume=layer.volume,
             c_in=layer.c_in,
             c_out=layer.c_out,
@@ -294,7 +294,7 @@ def work(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
                 data = (scene, layer, Data(problem[1], layer))
             result = measure(adapter, data[2], rates, job["repeats"], job["cold"])
             result["pairs"] = data[2].pairs
-            result["out_voxels"] = len(problem[1].outputs(layer.stride))
+            result["out_voxels"] = len(problem[1].outputs(layer))
         except Unsupported as error:
             result = {"unsupported": str(error)}
         except Exception as error:  # a peer may raise anything; the row says what

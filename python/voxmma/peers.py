@@ -87,13 +87,23 @@ def lookup(coords: Tensor, queries: Tensor) -> Tensor:
     return torch.where(ordered[place] == wanted, rows[place], -1)
 
 
-def cells(coords: Tensor, stride: int) -> Tensor:
-    """Output coordinates of a layer: `coords` themselves, or their cells in order of (batch, x, y, z)."""
-    if stride == 1:
+def _origin(kernel: int) -> int:
+    """Offsets of a kernel run from minus this number."""
+    return kernel // 2 if kernel % 2 else 0
+
+
+def reached(coords: Tensor, layer: Layer) -> Tensor:
+    """Output coordinates of a layer: `coords` themselves, or in order of (batch, x, y, z) all cells whose
+    kernel meets one of them."""
+    if layer.stride == 1:
         return coords
-    made = coords.clone()
-    made[:, 1:] = made[:, 1:].div(stride, rounding_mode="floor")
-    return torch.unique(made, dim=0)
+    origin, found = _origin(layer.kernel), []
+    for offset in itertools.product(range(-origin, layer.kernel - origin), repeat=3):
+        moved = coords - torch.tensor([0, *offset], device=coords.device, dtype=coords.dtype)
+        whole = (moved[:, 1:].remainder(layer.stride) == 0).all(1)
+        moved[:, 1:] = moved[:, 1:].div(layer.stride, rounding_mode="floor")
+        found.append(moved[whole])
+    return torch.unique(torch.cat(found), dim=0)
 
 
 class Problem:
@@ -105,28 +115,29 @@ class Problem:
         self.batch_size = int(coords[:, 0].max(initial=-1)) + 1
         self.shape = [int(v) + 1 for v in coords[:, 1:].max(axis=0, initial=-1)]
         self._pairs: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        self._outputs: dict[int, Tensor] = {}
+        self._outputs: dict[tuple[int, int], Tensor] = {}
 
     @property
     def n_in(self) -> int:
         return len(self.coords)
 
-    def outputs(self, stride: int) -> Tensor:
-        """(M, 4) output coordinates, see `cells`."""
-        if stride not in self._outputs:
-            self._outputs[stride] = cells(self.coords, stride)
-        return self._outputs[stride]
+    def outputs(self, layer: Layer) -> Tensor:
+        """(M, 4) output coordinates, see `reached`."""
+        key = (layer.kernel, layer.stride)
+        if key not in self._outputs:
+            self._outputs[key] = reached(self.coords, layer)
+        return self._outputs[key]
 
     def pairs(self, layer: Layer) -> list[tuple[Tensor, Tensor]]:
         """(input rows, output rows) of every offset, in voxmma's order of offsets."""
         key = (layer.kernel, layer.stride)
         if key not in self._pairs:
-            self._pairs = {key: _find_pairs(self.coords, self.outputs(layer.stride), *key)}
+            self._pairs = {key: _find_pairs(self.coords, self.outputs(layer), *key)}
         return self._pairs[key]
 
 
 def _find_pairs(coords: Tensor, outputs: Tensor, kernel: int, stride: int) -> list[tuple[Tensor, Tensor]]:
-    origin = kernel // 2 if kernel % 2 else 0
+    origin = _origin(kernel)
     base = outputs * torch.tensor([1, stride, stride, stride], device=coords.device)
     pairs = []
     for offset in itertools.product(range(-origin, kernel - origin), repeat=3):
@@ -287,7 +298,7 @@ class GatherGemm(Adapter):
     def forward(self, state: dict[str, Any], x: Tensor, w: Tensor) -> Tensor:
         if not state:
             coords, layer = self.problem.coords, self.layer
-            state["out"] = cells(coords, layer.stride)
+            state["out"] = reached(coords, layer)
             state["pairs"] = _find_pairs(coords, state["out"], layer.kernel, layer.stride)
         y: Tensor = self.function.apply(x, w, state["pairs"], len(state["out"]))
         return y
@@ -317,7 +328,8 @@ class Spconv(Adapter):
         if layer.stride > 1 and self.variant == "native":
             raise Unsupported("no strided layer with a kept map in this variant")
         kind = self.sp.SubMConv3d if layer.stride == 1 else self.sp.SparseConv3d
-        options: dict[str, Any] = {"stride": layer.stride} if layer.stride > 1 else {}
+        strided: dict[str, Any] = {"stride": layer.stride, "padding": _origin(layer.kernel)}
+        options = strided if layer.stride > 1 else {}
         if layer.dtype in ("fp16", "bf16"):
             options["fp32_accum"] = True
         self.conv = kind(
@@ -325,8 +337,9 @@ class Spconv(Adapter):
             algo=getattr(self.sp.ConvAlgo, names[self.variant]), **options,
         )  # fmt: skip
         self.conv.to(self.problem.device, self.dtype).train()
-        # Whole cells on every axis: a strided layer drops those that reach beyond the shape.
-        self.shape = [-(-side // layer.stride) * layer.stride for side in self.problem.shape]
+        # Whole cells on every axis, and one more where windows overlap: a strided layer drops outputs beyond.
+        more = layer.stride if layer.kernel > layer.stride > 1 else 0
+        self.shape = [-(-side // layer.stride) * layer.stride + more for side in self.problem.shape]
 
     def adopt(self, w: Tensor) -> Tensor:
         self.conv.weight = torch.nn.Parameter(w)

@@ -205,19 +205,24 @@ def sanitizer_log(text: str) -> Result:
 
 
 def collect_sanitizer(logs: Iterable[str], folder: Path, card: str, origin: Result) -> Path:
-    """Adds logs (TOOL=FILE) to sanitizer-<card>.json, which holds one entry a tool and set of tiles."""
+    """Adds logs (TOOL=FILE) to sanitizer-<card>.json, one entry a tool: what its logs cover together."""
     path = folder / f"sanitizer-{slug(card)}.json"
     result: Result = json.loads(path.read_text()) if path.exists() else {"card": card, "sanitizer": []}
+    new: dict[str, Result] = {}
     for given in logs:
         tool, _, name = given.partition("=")
         if not name or tool not in ("memcheck", "racecheck", "initcheck", "synccheck"):
             raise SystemExit(f"--sanitizer: expected such as memcheck=FILE, got {given!r}")
         try:
-            entry = {"tool": tool, **origin, **sanitizer_log(Path(name).read_text(errors="replace"))}
+            found = sanitizer_log(Path(name).read_text(errors="replace"))
         except ValueError as error:
             raise SystemExit(f"{name}: {error}") from None
-        others = [e for e in result["sanitizer"] if (e["tool"], e["tiles"]) != (tool, entry["tiles"])]
-        result["sanitizer"] = [*others, entry]
+        entry = new.setdefault(tool, {"tool": tool, **origin})
+        for key, value in found.items():
+            entry[key] = sorted({*entry.get(key, []), *value}) if isinstance(value, list) else (
+                entry.get(key, 0) + value
+            )  # fmt: skip
+    result["sanitizer"] = [e for e in result["sanitizer"] if e["tool"] not in new] + list(new.values())
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(_dump(result))
     return path

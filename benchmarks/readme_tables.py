@@ -423,19 +423,8 @@ def sanitizer_table(results: list[Result]) -> str:
     """What compute-sanitizer covered and found."""
     header = ["card", "tool", "tiles", "channels", "scenes", "runs", "errors or hazards", "commit, date"]
     rows = []
-    recorded = {
-        (r["card"], e["tool"]) for r in results for e in r.get("sanitizer", []) if isinstance(e, dict)
-    }
     for result in results:
-        found = result.get("sanitizer", [])
-        if isinstance(found, dict):  # one text a tool
-            for tool, text in found.items():
-                if (result["card"], tool) not in recorded:
-                    rows.append(
-                        [result["card"], tool, text, *["–"] * 4, f"{result['commit']}, {result['date']}"]
-                    )
-            continue
-        for entry in found:
+        for entry in result.get("sanitizer", []):
             tiles = entry["tiles"]
             rows.append(
                 [

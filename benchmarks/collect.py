@@ -2,18 +2,19 @@
 
     python benchmarks/collect.py surface_512.json lidar_dense.json --driver 580.159.04
     python benchmarks/collect.py voxmma-demo/demo.json
-    python benchmarks/collect.py voxmma-peers/peers.json voxmma-scaling/scaling.json
+    python benchmarks/collect.py voxmma-peers/peers.json voxmma-scaling/scaling.json operators.json
     python benchmarks/collect.py voxmma-sweep/sweep.json --driver 580.159.04
     python benchmarks/collect.py gate.json                      # of voxmma tiles --gate --json
     python benchmarks/collect.py unet.json policies.json        # of examples/train_unet.py, policy_table.py
     python benchmarks/collect.py --sanitizer memcheck=memory.log racecheck=races.log --card "NVIDIA H100"
 
-`voxmma demo`, `voxmma bench peers` and `scaling`, and foreign peer benchmarks (`info` and `results`, one file
-a scene, all libraries in one run) go into <card>.json; rows of `bench peers` are added to those of the same
-commit and scene. A sweep into sweep-<card>.json (one of the same commit and scene is added to), the gate's
-verdicts into gate-<card>.json, training runs into training-<card>.json, the policies' casts, errors
-and times into policies-<card>.json, and what compute-sanitizer printed around benchmarks/sanitize.py into
-sanitizer-<card>.json (sections "Proving a kernel" and "Figures" of CONTRIBUTING.md).
+`voxmma demo`, `voxmma bench peers` and `scaling`, benchmarks/operators.py, and foreign peer benchmarks
+(`info` and `results`, one file a scene, all libraries in one run) go into <card>.json; rows of `bench peers`
+are added to those of the same commit and scene. A sweep goes into sweep-<card>.json (one of the same commit
+and scene is added to), the gate's verdicts into gate-<card>.json, training runs into training-<card>.json,
+the policies' casts, errors and times into policies-<card>.json, and what compute-sanitizer printed around
+benchmarks/sanitize.py into sanitizer-<card>.json (sections "Proving a kernel" and "Figures" of
+CONTRIBUTING.md).
 benchmarks/readme_tables.py makes the tables of README and docs from the result files.
 """
 
@@ -122,6 +123,27 @@ def _by_layer(row: Result) -> tuple[Any, ...]:
 
 def _figures(value: Any) -> Any:
     return [_short(item) for item in value] if isinstance(value, list) else _short(value)
+
+
+def _operators(raw: Result, origin: Result) -> Result:
+    """The scenes of a run of benchmarks/operators.py."""
+    part: Result = {
+        **origin,
+        "driver": origin["driver"] or raw["driver"],
+        "torch": raw["environment"]["torch"],
+        **{name: _short(raw[name]) for name in ("repeats", "bandwidth", "spconv")},
+    }
+    return {
+        scene: {
+            **part,
+            **found,
+            **{
+                name: [{key: _figures(value) for key, value in row.items()} for row in found[name]]
+                for name in ("maps", "pools")
+            },
+        }
+        for scene, found in raw["scenes"].items()
+    }
 
 
 # ---- sweeps ------------------------------------------------------------------------------------------------
@@ -271,11 +293,13 @@ def collect(
             path.write_text(json.dumps({"card": name, raw["kind"]: {**origin, **raw}}, indent=1) + "\n")
             written.append(path)
             continue
-        if raw.get("kind") in ("peers", "scaling"):
+        if raw.get("kind") in ("peers", "scaling", "operators"):
             path = folder / f"{slug(card or raw['device'])}.json"
             kept: Result = json.loads(path.read_text()) if path.exists() else {"card": card or raw["device"]}
             if raw["kind"] == "peers":
                 kept["scenes"] = _peers(raw, kept.get("scenes", {}), origin)
+            elif raw["kind"] == "operators":
+                kept["operators"] = {**kept.get("operators", {}), **_operators(raw, origin)}
             else:
                 scaling = {**raw, **origin, "driver": driver or raw["driver"]}
                 scaling["rows"] = [{n: _figures(v) for n, v in row.items()} for row in raw["rows"]]

@@ -247,6 +247,55 @@ def scaling_table(results: list[Result]) -> str:
     return "\n\n".join(blocks) or "No run of `voxmma bench scaling` has been recorded yet."
 
 
+def operators_table(results: list[Result]) -> str:
+    """Coordinate sets, kernel maps and pooling, per card and scene."""
+    blocks = []
+    for result in results:
+        for scene, part in result.get("operators", {}).items():
+            made = [
+                [
+                    row["what"],
+                    _number(row["ms"], ".3f"),
+                    _number(row["least_ms"], ".3f"),
+                    _number(row["waits"], "d"),
+                ]
+                for row in part["maps"]
+            ]
+            pools, reasons = [], {}
+            for row in part["pools"]:
+                window = f"{row['kind']}, k{row['kernel']}s{row['stride']}"
+                cells = [window, f"{row['channels']} {row['dtype']}", _number(row["floor_ms"], ".4f")]
+                for op in ("forward", "backward"):
+                    cells += [
+                        _number(row[f"{op}_ms"], ".4f"),
+                        _number(row[f"{op}_over_floor"], ".2f"),
+                        _number(row.get(f"spconv_{op}_ms"), ".4f"),
+                    ]
+                pools.append(cells)
+                if "spconv_error" in row:
+                    reasons.setdefault(row["spconv_error"], []).append(f"{window}, C = {row['channels']}")
+            sizes = " and ".join(
+                f"{part[f'{name}_bytes'] / 2**20:.1f} MiB of {text}"
+                for name, text in (("map", "3x3x3 map"), ("index", "coordinate index"))
+            )
+            caption = (
+                f"**{scene}** on {result['card']}: {part['voxels']:,} voxels, {sizes}; copy "
+                f"{part['bandwidth']:.0f} GB/s; {_origin(part, part['torch'])}."
+            )
+            header = ["pooling", "C", "floor ms"]
+            theirs = f"spconv {part['spconv'] or ''}".strip()
+            for op in ("forward", "backward"):
+                header += [f"{op} ms", "time / floor", theirs]
+            tables = [
+                _markdown(["what is made", "median ms", "least ms", "waits for the GPU"], made),
+                _markdown(header, pools),
+            ]
+            failed = [f"* {why}: {', '.join(labels)}" for why, labels in reasons.items()]
+            tables += ["spconv failed:", "\n".join(failed)] if failed else []
+            blocks.append("\n\n".join([caption, *tables]))
+    return "\n\n".join(blocks) or "No run of `benchmarks/operators.py` has been recorded yet."
+
+
 # ---- accuracy ----------------------------------------------------------------------------------------------
 
 
@@ -712,6 +761,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "demo": demo_table,
     "emulator": emulator_table,
     "gate": gate_table,
+    "operators": operators_table,
     "peers": peers_table,
     "plots": plots_block,
     "policies": policies_table,

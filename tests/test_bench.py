@@ -509,7 +509,7 @@ def test_figures_become_tables_and_plots(tmp_path: Path, run: tuple[dict[str, An
     assert "| 8x4 fp32 |" in speed and "| 8x4 fp32, K = 8, stride 2 |" in speed and "of floor" in speed
     text = tables.peers_table(results)
     assert (
-        "torch" in text and "GB/s" in text and "* spconv implicit 8x4 k3s1 fp32: runs on a GPU only" in text
+        "torch" in text and "GB/s" in text and "* runs on a GPU only: spconv implicit 8x4 k3s1 fp32" in text
     )
     voxels = [row["voxels"] for row in scaled["rows"]]
     assert all(f"| 4 | {count} |" in tables.scaling_table(results) for count in voxels)
@@ -521,6 +521,149 @@ def test_figures_become_tables_and_plots(tmp_path: Path, run: tuple[dict[str, An
     )
     assert len(take("peers.json", commit="def", rows=more)["rows"]) == 1  # another commit starts anew
     assert tables.stale_plots(tables.load(folder), docs) == names
+
+
+# ---- operators ---------------------------------------------------------------------------------------------
+
+
+def test_operators_are_measured_and_become_a_table(tmp_path: Path, device: torch.device) -> None:
+    operators, collect, tables = script("operators"), script("collect"), script("readme_tables")
+    assert "No run" in tables.operators_table([])
+    out, folder, coords = tmp_path / "operators.json", tmp_path / "results", surface_coords(10)
+    coords -= coords.amin(0)  # what is measured begins at 0
+    np.savez(tmp_path / "tiny.npz", coords=coords.numpy())
+    options = ["--scene", str(tmp_path / "tiny.npz"), "--device", str(device), "--repeats", "2"]
+    assert operators.main([*options, "--out", str(out)]) == 0
+    raw = json.loads(out.read_text())
+    part = raw["scenes"]["tiny"]
+    mapping = voxmma.kernel_map(voxmma.CoordSet(coords.to(device)), 3)
+    facts = (part["voxels"], part["pairs"], part["map_bytes"])
+    assert facts == (len(coords), mapping.num_pairs, mapping.nbytes)
+    assert part["index_bytes"] >= 4 * len(coords)
+    assert len(part["maps"]) == 8 and all(0 < row["least_ms"] <= row["ms"] for row in part["maps"])
+    waits = [row["waits"] for row in part["maps"]]
+    assert (waits[0] == 1 and waits[-2] >= 5) if device.type == "cuda" else waits == [None] * 8
+    assert [row["channels"] for row in part["pools"]] == [32, 64, 128] * 4
+    halves = len(torch.unique(coords // 2, dim=0))
+    for row in part["pools"]:
+        if row["kernel"] == 2:
+            word, winner = (2 if device.type == "cuda" else 4), row["kind"] == "max"
+            moved = row["channels"] * (len(coords) * word + halves * (word + winner))
+            assert row["out_voxels"] == halves
+            assert row["floor_ms"] == pytest.approx(moved / raw["bandwidth"] / 1e6)
+        for op in ("forward", "backward"):
+            assert row[f"{op}_over_floor"] == pytest.approx(row[f"{op}_ms"] / row["floor_ms"])
+
+    def take(name: str, commit: str) -> Any:
+        part["pools"][0] |= {"spconv_forward_ms": 0.1234, "spconv_backward_ms": 0.5}
+        part["pools"][1]["spconv_error"] = "RuntimeError: no"
+        given = {**raw, "device": "Card", "driver": "9.9", "spconv": "2.3", "scenes": {name: part}}
+        out.write_text(json.dumps(given))
+        more = ["--results", str(folder), "--commit", commit, "--date", "2026-01-01"]
+        assert collect.main([str(out), *more]) == 0
+        (stored,) = tables.load(folder)
+        return stored["operators"]
+
+    take("tiny", "abc")
+    stored = take("other", "def")
+    assert [(name, part["commit"]) for name, part in stored.items()] == [("tiny", "abc"), ("other", "def")]
+    assert stored["tiny"]["driver"] == "9.9" and stored["tiny"]["torch"] == torch.__version__
+    text = tables.operators_table(tables.load(folder))
+    assert text.count("| coordinate set |") == 2 and f"**tiny** on Card: {len(coords)} voxels" in text
+    line = next(line for line in text.splitlines() if line.startswith("| max, k2s2 | 32 "))
+    assert line.split(" | ")[5] == "0.1234" and line.endswith(" | 0.5000 |")
+    assert "* RuntimeError: no: max, k2s2, C = 64" in text and "commit def, 2026-01-01" in text
+    assert stored == take("other", "def")  # the same scene again: replaced
+
+
+def test_every_repetition_of_a_map_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {"map": 0, "set": 0}
+    for module, name, what in (("kernel_map", "_build_cpu", "map"), ("derive", "_make_cpu", "set")):
+        source = sys.modules[f"voxmma.{module}"]
+        real = getattr(source, name)
+
+        def count(*given: Any, real: Any = real, what: str = what) -> Any:
+            made[what] += 1
+            return real(*given)
+
+        monkeypatch.setattr(source, name, count)
+    seen: list[tuple[int, int]] = []
+
+    class Counting(timing.Clock):
+        def wall(self, run: Any, calls: int = 1, prepare: Any = None) -> timing.Timing:
+            for _ in range(2):
+                given = prepare(0)
+                before = dict(made)
+                run(0, given)
+                seen.append((made["map"] - before["map"], made["set"] - before["set"]))
+            return timing.summary([1.0])
+
+    script("operators").measure_maps(surface_coords(10), Counting(CPU, 1))
+    assert seen[::2] == seen[1::2] == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 1), (1, 0), (10, 5), (10, 5)]
+
+
+def test_wall_prepares_each_row_outside_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, order = [0.0], []
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def prepare(i: int) -> int:
+        now[0] += 100.0
+        return 10 * i
+
+    def run(i: int, given: int) -> None:
+        order.append((i, given))
+        now[0] += 1.0 + given
+
+    found = timing.Clock(CPU, 2).wall(run, calls=2, prepare=prepare)
+    assert order == [(0, 0), (0, 0), (1, 0), (0, 10), (1, 10)]
+    assert (found.least, found.median, found.high) == (1.0, 6.0, 11.0)
+
+
+def test_spconv_pools_on_the_pairs_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    lib, functional = ModuleType("spconv.pytorch"), ModuleType("spconv.pytorch.functional")
+    rows, layers = torch.tensor([2, 0]), []
+
+    def pool(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        return x[given]
+
+    class Layer:
+        def __init__(self, *given: int) -> None:
+            layers.append(given)
+
+        def to(self, device: torch.device) -> Layer:
+            return self
+
+        def __call__(self, given: Any) -> torch.Tensor:
+            layers.append(given[2:])
+            return functional.indice_maxpool_implicit_gemm(given[0], rows)
+
+    functional.indice_maxpool_implicit_gemm = pool  # type: ignore[attr-defined]
+    lib.SparseMaxPool3d, lib.SparseConvTensor = Layer, lambda *given: given  # type: ignore[attr-defined]
+    for module in (lib, functional):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    problem = Problem(np.array([[0, 0, 0, 0], [1, 4, 1, 0], [1, 3, 3, 3]], np.int32), CPU)
+    x = torch.randn(3, 2, requires_grad=True)
+    operators = script("operators")
+    call = operators.spconv_pool(problem, x, "max", 2, 2, 2)
+    assert torch.equal(call(), x[rows]) and functional.indice_maxpool_implicit_gemm is pool
+    with pytest.raises(RuntimeError, match="2 outputs instead of 5"):
+        operators.spconv_pool(problem, x, "max", 3, 2, 5)
+    assert functional.indice_maxpool_implicit_gemm is pool
+    # Whole cells, and one more where windows overlap.
+    assert layers == [(2, 2, 0), ([6, 4, 4], 2), (3, 2, 1), ([8, 6, 6], 2)]
+
+
+@pytest.mark.parametrize(
+    "options", [["--scene", "nowhere"], ["--repeats", "0"], ["--device", "abacus"], ["--scene", "empty.npz"]]
+)
+def test_operators_refuse_bad_options(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("empty.npz", coords=np.zeros((0, 4), np.int32))
+    with pytest.raises(SystemExit, match="2"):
+        script("operators").main([*options, "--out", "x.json"])
+    assert options[1].removesuffix(".npz") in capsys.readouterr().err and not Path("x.json").exists()
 
 
 # ---- scaling -----------------------------------------------------------------------------------------------

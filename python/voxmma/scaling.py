@@ -140,7 +140,7 @@ def run(
             row: dict[str, Any] = {"channels": c, "voxels": len(coords)}
             try:
                 if mapping is None:
-                    taken = clock.wall(lambda i, fresh=fresh: fresh())  # type: ignore[misc]
+                    taken = clock.wall(lambda i, fresh=fresh: fresh())
                     mapping = fresh()
                     head = {
                         "pairs": mapping.num_pairs,

@@ -24,12 +24,13 @@ _LONGEST_PAUSE = 0.03
 
 @dataclass(frozen=True)
 class Timing:
-    """Median and the tenth and ninetieth percentile of `count` repetitions, in seconds."""
+    """Median, the tenth and ninetieth percentile and the least of `count` repetitions, in seconds."""
 
     median: float
     low: float
     high: float
     count: int
+    least: float
 
     @property
     def ms(self) -> float:
@@ -48,9 +49,8 @@ def summary(samples: Sequence[float]) -> Timing:
         raise ValueError("samples is empty")
     ordered = sorted(samples)
     last = len(ordered) - 1
-    return Timing(
-        statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered)
-    )
+    low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+    return Timing(statistics.median(ordered), low, high, len(ordered), ordered[0])
 
 
 def synchronise(device: torch.device) -> None:
@@ -159,15 +159,22 @@ class Clock:
             after.record()
         return before, after
 
-    def wall(self, run: Callable[[int], object], calls: int = 1) -> Timing:
-        """Wall time of a call in a row of `calls`, from an idle device to an idle device."""
-        run(0)
+    def wall(
+        self, run: Callable[..., object], calls: int = 1, prepare: Callable[[int], Any] | None = None
+    ) -> Timing:
+        """Wall time of a call in a row of `calls`, from an idle device to an idle device.
+
+        `prepare` is called before each row; what it returned goes to every call of the row.
+        """
+        run(0, *(() if prepare is None else (prepare(0),)))
         samples = []
-        for _ in range(self.repeats):
+        for repetition in range(self.repeats):
+            given = () if prepare is None else (prepare(repetition),)
             synchronise(self.device)
             start = time.perf_counter()
             for i in range(calls):
-                run(i)
+                run(i, *given)
             synchronise(self.device)
             samples.append((time.perf_counter() - start) / calls)
+            del given
         return summary(samples)

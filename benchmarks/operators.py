@@ -1,0 +1,241 @@
+"""Times of coordinate sets, kernel maps and pooling, which `voxmma bench peers` does not measure.
+
+    python benchmarks/operators.py --scene surface --scene scan.npz --out operators.json
+
+Maps: wall times from an idle device to an idle device, host included, everything made anew, and how often the
+host waits for the GPU meanwhile. Pooling: device times with cold caches and launching hidden, fp16 on a GPU,
+fp32 on a CPU; the floor is features (or gradients) and for max one byte an output, which input it took, each
+read or written once at the bandwidth of a copy. Beside it on a GPU, where spconv can be imported, its pooling
+functions with their pairs already built. benchmarks/collect.py adds the file to benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor
+
+from voxmma import bench, doctor, peers, roofline, tunecache
+from voxmma.coords import CoordSet
+from voxmma.kernel_map import kernel_map
+from voxmma.nn import functional as F
+from voxmma.timing import Clock, synchronise
+from voxmma.voxels import Voxels
+
+CHANNELS = (32, 64, 128)
+WINDOWS = ((2, 2), (3, 2))  # kernel size, stride
+LEVELS = 5
+
+Row = dict[str, Any]
+
+# ---- coordinate sets and kernel maps -----------------------------------------------------------------------
+
+
+def encoder(level: CoordSet) -> list[CoordSet]:
+    """The sets of an encoder: on each of its levels a 3x3x3 and a k2s2 map are made."""
+    sets = [level]
+    for _ in range(LEVELS):
+        kernel_map(sets[-1], 3)
+        sets.append(kernel_map(sets[-1], 2, stride=2).out_coords)
+    return sets
+
+
+def waits(make: Callable[[Any], object], given: Any, device: torch.device) -> int | None:
+    """How often `make(given)` makes the host wait for the GPU; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    synchronise(device)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make(given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def held_bytes(tensors: tuple[Tensor, ...]) -> int:
+    """Bytes of the memory behind tensors, some of which may share it."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def measure_maps(coords: Tensor, clock: Clock) -> Row:
+    """Times, waits and bytes on coords (N, 4)."""
+    known = CoordSet(coords)
+    kept: list[object] = []  # what was made: freed before the next repetition, not in its time
+
+    def fresh(i: int) -> CoordSet:
+        kept.clear()
+        known.maps.clear()
+        known.derived.clear()
+        return known
+
+    ways: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
+        "coordinate set": (fresh, lambda s: CoordSet(coords)),
+        "coordinate set, 3x3x3 map": (fresh, lambda s: kernel_map(CoordSet(coords), 3)),
+        "3x3x3 map": (fresh, lambda s: kernel_map(s, 3)),
+        "k2s2 set and map": (fresh, lambda s: kernel_map(s, 2, stride=2)),
+        "k3s2 set and map": (fresh, lambda s: kernel_map(s, 3, stride=2)),
+        "transposed k2s2 map": (
+            lambda i: kernel_map(fresh(i), 2, stride=2),
+            lambda down: down.transposed().tensors,
+        ),
+        f"maps of an encoder, {LEVELS} levels": (fresh, encoder),
+        "coordinate set, maps of the encoder": (fresh, lambda s: encoder(CoordSet(coords))),
+    }
+    rows = []
+    for what, (prepare, make) in ways.items():
+
+        def run(i: int, given: Any, make: Callable[[Any], object] = make) -> None:
+            kept.append(make(given))
+
+        taken = clock.wall(run, prepare=prepare)
+        row = {"what": what, "ms": taken.ms, "least_ms": taken.least * 1e3}
+        rows.append({**row, "waits": waits(make, prepare(0), clock.device)})
+    mapping = kernel_map(fresh(0), 3)
+    index = known.hash_index() if coords.is_cuda else known.sorted_keys()
+    facts = {"pairs": mapping.num_pairs, "map_bytes": mapping.nbytes, "index_bytes": held_bytes(index)}
+    return {"voxels": known.num, **facts, "maps": rows}
+
+
+# ---- pooling -----------------------------------------------------------------------------------------------
+
+
+def spconv_pool(
+    problem: peers.Problem, x: Tensor, kind: str, size: int, stride: int, n_out: int
+) -> Callable[[], Tensor]:
+    """spconv's pooling function on x (N, C), on the pairs that its layer built.
+
+    RuntimeError where it makes another number of outputs than `n_out`.
+    """
+    lib: Any = importlib.import_module("spconv.pytorch")
+    functional: Any = importlib.import_module("spconv.pytorch.functional")
+    name = f"indice_{kind}pool_implicit_gemm"
+    pool = getattr(functional, name)
+    taken: list[tuple[Any, ...]] = []
+
+    def take(*given: Any) -> Tensor:
+        taken.append(given)
+        return pool(*given)
+
+    more = stride if size > stride else 0  # as in peers.Spconv
+    shape = [-(-side // stride) * stride + more for side in problem.shape]
+    layer = getattr(lib, f"Sparse{kind.title()}Pool3d")(size, stride, size // 2 if size % 2 else 0)
+    setattr(functional, name, take)
+    try:
+        layer.to(x.device)(lib.SparseConvTensor(x, problem.coords, shape, problem.batch_size))
+    finally:
+        setattr(functional, name, pool)
+    y = pool(*taken[0])
+    if len(y) != n_out:
+        raise RuntimeError(f"{len(y)} outputs instead of {n_out}")
+    torch.autograd.grad(y, x, torch.ones_like(y))
+    synchronise(x.device)
+    return lambda: pool(*taken[0])
+
+
+def measure_pool(
+    problem: peers.Problem, x: Voxels, kind: str, size: int, stride: int, clock: Clock, bandwidth: float
+) -> Row:
+    """Times of one pooling of x, which requires grad, in ms, with their floor; bandwidth in GB/s."""
+    pool = {"max": F.max_pool, "avg": F.avg_pool}[kind]
+    c, n_out = x.feats.shape[1], pool(x, size, stride).num_voxels
+    moved = c * ((x.num_voxels + n_out) * x.feats.element_size() + (n_out if kind == "max" else 0))
+    row: Row = {"kind": kind, "kernel": size, "stride": stride, "channels": c, "out_voxels": n_out}
+    row |= {"dtype": "fp16" if x.dtype == torch.float16 else "fp32", "floor_ms": moved / bandwidth / 1e6}
+    calls: dict[str, Callable[[], Tensor]] = {"voxmma": lambda: pool(x, size, stride).feats}
+    if clock.device.type == "cuda" and peers.installed("spconv"):
+        try:
+            calls["spconv"] = spconv_pool(problem, x.feats, kind, size, stride, n_out)
+        except Exception as error:  # a peer may raise anything; the row says what
+            row["spconv_error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    ys = {lib: call() for lib, call in calls.items()}
+    dy = torch.randn_like(ys["voxmma"])
+    found = {
+        "forward": clock.race({lib: lambda i, lib=lib: calls[lib]() for lib in calls}, cold=True),
+        "backward": clock.race(
+            {
+                lib: lambda i, lib=lib: torch.autograd.grad(ys[lib], x.feats, dy, retain_graph=True)
+                for lib in calls
+            },
+            cold=True,
+        ),
+    }
+    for op, taken in found.items():
+        row[f"{op}_ms"], row[f"{op}_spread_ms"] = taken["voxmma"].ms, taken["voxmma"].spread_ms
+        row[f"{op}_over_floor"] = row[f"{op}_ms"] / row["floor_ms"]
+        if "spconv" in taken:
+            row[f"spconv_{op}_ms"] = taken["spconv"].ms
+    return row
+
+
+def measure_pools(problem: peers.Problem, clock: Clock, bandwidth: float) -> list[Row]:
+    """A row a kind, window and number of channels."""
+    dtype = torch.float16 if clock.device.type == "cuda" else torch.float32
+    known = CoordSet(problem.coords, problem.batch_size)
+    rows = []
+    for kind, (size, stride), c in itertools.product(("max", "avg"), WINDOWS, CHANNELS):
+        feats = torch.randn(known.num, c, device=clock.device, dtype=dtype, requires_grad=True)
+        rows.append(measure_pool(problem, Voxels(known, feats), kind, size, stride, clock, bandwidth))
+    return rows
+
+
+# ---- command line ------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = "surface, lidar, room or FILE.npz; again for more; default: surface, lidar"
+    parser.add_argument("--scene", action="append", help=names)
+    parser.add_argument("--device", help="cpu, cuda, cuda:1; default: cuda if it can be used")
+    parser.add_argument("--repeats", type=int, help="of each figure; default 30 on a GPU, 3 on a CPU")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    given = parser.parse_args(arguments)
+    try:
+        device = bench.chosen_device(given.device)
+        on_gpu = device.type == "cuda"
+        clock = Clock(device, (30 if on_gpu else 3) if given.repeats is None else given.repeats)
+        loaded = bench.load_scenes(given.scene or ["surface", "lidar"], device)
+        scenes = {name: peers.prepared(coords) for name, coords in loaded.items()}
+        if empty := [name for name, coords in scenes.items() if not len(coords)]:
+            raise ValueError(f"{empty[0]} has no voxels")
+    except (typer.BadParameter, ValueError, OSError) as error:
+        parser.error(str(error))
+    if on_gpu:
+        torch.cuda.set_device(device)
+    where = doctor.environment()
+    result: Row = {
+        "kind": "operators",
+        "environment": where,
+        "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
+        "driver": tunecache.driver_version() if on_gpu else None,
+        "spconv": peers.version("spconv") if on_gpu and peers.installed("spconv") else None,
+        "bandwidth": roofline.measure(device, ()).bandwidth,
+        "repeats": clock.repeats,
+        "scenes": {},
+    }
+    for name, coords in scenes.items():
+        problem = peers.Problem(coords, device)
+        part = measure_maps(problem.coords, clock)
+        result["scenes"][name] = {**part, "pools": measure_pools(problem, clock, result["bandwidth"])}
+        given.out.write_text(json.dumps(result, indent=1) + "\n")  # a run that is cut short keeps its scenes
+        print(f"{name}: {len(coords):,} voxels, written to {given.out}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

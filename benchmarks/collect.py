@@ -103,7 +103,7 @@ def _peers(raw: Result, former: Result, origin: Result) -> Result:
             label = "{} {} {}x{} k{}s{} {}".format(*key)
             rows.pop(key, None)
             failed.pop(label, None)
-            if row.get("unsupported", "").startswith("left out"):
+            if "left_out" in row:
                 continue
             if "forward_ms" not in row:
                 failed[label] = row.get("error") or row["unsupported"]
@@ -241,9 +241,8 @@ def collect_sanitizer(logs: Iterable[str], folder: Path, card: str, origin: Resu
             raise SystemExit(f"{name}: {error}") from None
         entry = new.setdefault(tool, {"tool": tool, **origin})
         for key, value in found.items():
-            entry[key] = sorted({*entry.get(key, []), *value}) if isinstance(value, list) else (
-                entry.get(key, 0) + value
-            )  # fmt: skip
+            listed = isinstance(value, list)
+            entry[key] = sorted({*entry.get(key, []), *value}) if listed else entry.get(key, 0) + value
     result["sanitizer"] = [e for e in result["sanitizer"] if e["tool"] not in new] + list(new.values())
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(_dump(result))

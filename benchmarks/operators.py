@@ -27,7 +27,7 @@ from torch import Tensor
 
 from voxmma import bench, doctor, peers, roofline, tunecache
 from voxmma.coords import CoordSet
-from voxmma.kernel_map import kernel_map
+from voxmma.kernel_map import held_bytes, kernel_map
 from voxmma.nn import functional as F
 from voxmma.timing import Clock, synchronise
 from voxmma.voxels import Voxels
@@ -63,12 +63,6 @@ def waits(make: Callable[[Any], object], given: Any, device: torch.device) -> in
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(warning.message) for warning in caught)
-
-
-def held_bytes(tensors: tuple[Tensor, ...]) -> int:
-    """Bytes of the memory behind tensors, some of which may share it."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def measure_maps(coords: Tensor, clock: Clock) -> Row:
@@ -130,9 +124,9 @@ def spconv_pool(
         taken.append(given)
         return pool(*given)
 
-    more = stride if size > stride else 0  # as in peers.Spconv
-    shape = [-(-side // stride) * stride + more for side in problem.shape]
-    layer = getattr(lib, f"Sparse{kind.title()}Pool3d")(size, stride, size // 2 if size % 2 else 0)
+    window = peers.Layer(x.shape[1], x.shape[1], size, stride)
+    shape = peers.spconv_shape(problem, window)
+    layer = getattr(lib, f"Sparse{kind.title()}Pool3d")(size, stride, window.origin)
     setattr(functional, name, take)
     try:
         layer.to(x.device)(lib.SparseConvTensor(x, problem.coords, shape, problem.batch_size))

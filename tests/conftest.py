@@ -6,9 +6,12 @@ out of quick runs, `multigpu` needs two devices.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -53,6 +56,16 @@ def _seed_and_settings() -> Iterator[None]:
 
 
 # ---- scenes: (N, 4) int32 batch, x, y, z; no duplicates ----------------------------------------------------
+
+
+def script(name: str) -> ModuleType:
+    """A file of benchmarks/ as a module."""
+    path = Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def random_coords(n: int, extent: int, batch: int = 1, seed: int = 0) -> torch.Tensor:

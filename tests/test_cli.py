@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +16,8 @@ from typer.testing import CliRunner, Result
 import voxmma
 from voxmma import accuracy, bench, demo, doctor, gate, scenes
 from voxmma.cli import app
+
+from conftest import script
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -213,15 +213,7 @@ def test_bench_layers_names_what_it_cannot_run(option: str, value: str) -> None:
 # ---- README tables -----------------------------------------------------------------------------------------
 
 
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-collect, tables = _script("collect"), _script("readme_tables")
+collect, tables = script("collect"), script("readme_tables")
 
 
 def test_readme_is_up_to_date() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import script
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CPU = torch.device("cpu")
 
@@ -81,14 +83,6 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path) -> None:
     tables.draw_plots(tables.load(folder), tmp_path)
     assert name in [path.name for path in tmp_path.glob("*.png")]
     assert tables.stale_plots(tables.load(folder), tmp_path) == []
-
-
-def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES.parent / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_table_of_training_runs_says_which_policy_differs() -> None:

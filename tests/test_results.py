@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,20 +12,14 @@ import torch
 from voxmma import gate, sweep, sweep_show
 from voxmma.sweep import Grid
 
+from conftest import script
+
 ROOT = Path(__file__).resolve().parent.parent
 MODES = ("fp16 acc fp32", "fp16 acc fp16")
 ORIGIN = ("--driver", "1.2", "--commit", "abc", "--date", "2026-01-01")
 
 
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-collect, tables = _script("collect"), _script("readme_tables")
+collect, tables = script("collect"), script("readme_tables")
 
 
 @pytest.fixture(scope="module")

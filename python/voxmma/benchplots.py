@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -94,7 +95,8 @@ def peers_table(result: dict[str, Any]) -> Group:
     for row in rows:
         name = label(row, rows)
         if "forward_ms" not in row:
-            why = row.get("error") or f"not supported: {row['unsupported']}"
+            said = {"unsupported": "not supported: {}", "left_out": "left out: {}", "error": "{}"}
+            why = next(text.format(row[key]) for key, text in said.items() if key in row)
             style = "red" if "error" in row else "dim"
             table.add_row(row["scene"], layer_name(row), name, Text(why, style=style))
             continue
@@ -123,6 +125,15 @@ def peers_table(result: dict[str, Any]) -> Group:
         )
     missing = Text(f"not installed: {', '.join(result['absent']) or 'none'}")
     return Group(table, missing)
+
+
+def save(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Writes a result of kind K into K.json and K.png of `folder`, made if need be; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data, picture = (folder / f"{result['kind']}.{suffix}" for suffix in ("json", "png"))
+    data.write_text(json.dumps(plain(result), indent=1, allow_nan=False) + "\n")
+    {"peers": draw_peers, "scaling": draw_scaling}[result["kind"]](result, picture)
+    return [data, picture]
 
 
 def _canvas(figure: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -222,8 +222,7 @@ class KernelMap:
     def nbytes(self) -> int:
         """Bytes of the directions built so far, without the coordinates and their index."""
         held = [tensor for d in self._core.sides.values() for tensor in (*d.tensors, d.counts)]
-        storages = [tensor.untyped_storage() for tensor in held if tensor is not None]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return held_bytes(tensor for tensor in held if tensor is not None)
 
     def _direction(self) -> Direction:
         direction = self._core.sides.get(self.reverse)
@@ -504,6 +503,12 @@ def _geometry(
 
 #: The same for plain ints: equal arguments of other types, such as True, must not find what 1 left.
 _cubic_geometry = functools.lru_cache(maxsize=256)(_geometry)
+
+
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory behind tensors, some of which may share it."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:

@@ -61,7 +61,7 @@ _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 OPS = ("forward", "dgrad", "wgrad", "backward")
-LEFT_OUT = "left out: the budget was spent"
+LEFT_OUT = "the budget was spent"
 
 
 # ---- one row, in a library's own process -------------------------------------------------------------------
@@ -373,14 +373,14 @@ def _library(
 ) -> dict[int, dict[str, Any]]:
     """Runs a library's units, in as many processes as it takes: what each unit gave.
 
-    None starts after `end` (time.monotonic).
+    None starts after `end` (time.monotonic); those have no result.
     """
     results: dict[int, dict[str, Any]] = {}
     log = folder / f"{job['lib']}-{job['variant']}.log"
     title = f"{job['lib']} {job['variant']}"
     while todo := [unit for unit in job["units"] if unit["id"] not in results]:
         if time.monotonic() >= end:
-            return results | {unit["id"]: {"unsupported": LEFT_OUT} for unit in todo}
+            return results
         process = _start({**job, "units": todo}, folder, log)
         running: int | None = None
         why = ""
@@ -391,7 +391,7 @@ def _library(
                     break
                 if "start" in said:
                     if time.monotonic() >= end:
-                        break
+                        return results
                     running = said["start"]
                     advance(f"{title}: {next(u['name'] for u in todo if u['id'] == running)}")
                 elif "done" in said:
@@ -402,7 +402,7 @@ def _library(
         if running is not None:
             why = why or f"the process died ({process.returncode}): {_last_words(log)}"
             results[running] = {"error": why}
-        elif not any(unit["id"] in results for unit in todo) and time.monotonic() < end:
+        elif not any(unit["id"] in results for unit in todo):
             for unit in todo:
                 advance(f"{title}: did not start")
                 results[unit["id"]] = {"error": why or f"did not start: {_last_words(log)}"}
@@ -434,7 +434,7 @@ def run(
     Returns:
         Plain data: environment, device, driver, rates (fields of roofline.Rates), scenes, repeats, absent
         (libraries that are not installed) and rows. A row names lib, variant, version, scene, voxels, c_in,
-        c_out, kernel, stride, volume, dtype, and holds `error` or `unsupported` or, times in ms as
+        c_out, kernel, stride, volume, dtype, and holds `error`, `unsupported`, `left_out` or, times in ms as
         `NAME_ms` with the tenth and ninetieth percentile in `NAME_spread_ms`:
 
         - forward, backward, dgrad, wgrad on the device, inputs rotated; with `_cold`, caches flushed first.
@@ -485,7 +485,7 @@ def run(
                         "voxels": len(made[unit["scene"]]),
                         **asdict(layer),
                         "volume": layer.volume,
-                        **given[unit["id"]],
+                        **given.get(unit["id"], {"left_out": LEFT_OUT}),
                     }
                 )
     where = doctor.environment()
@@ -514,15 +514,6 @@ def _rates(job: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
         process.kill()
         process.wait()
     raise RuntimeError(f"the rates of {job['device']} could not be measured: {_last_words(log)}")
-
-
-def save(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes peers.json and peers.png into `folder`, which is made if need be; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data, picture = folder / "peers.json", folder / "peers.png"
-    data.write_text(json.dumps(benchplots.plain(result), indent=1, allow_nan=False) + "\n")
-    benchplots.draw_peers(result, picture)
-    return [data, picture]
 
 
 # ---- command line ------------------------------------------------------------------------------------------
@@ -599,7 +590,7 @@ def peers(
             budget=budget,
             advance=advance,
         )
-    written = save(result, out)
+    written = benchplots.save(result, out)
     cli.show(benchplots.plain(result), benchplots.peers_table(result), as_json)
     typer.echo(f"written: {', '.join(str(path) for path in written)}", err=True)
     if any("error" in row for row in result["rows"] if row["lib"] == "voxmma"):

@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,6 +44,15 @@ class Layer:
     @property
     def volume(self) -> int:
         return self.kernel**3
+
+    @property
+    def origin(self) -> int:
+        """Offsets of the kernel run from minus this number."""
+        return self.kernel // 2 if self.kernel % 2 else 0
+
+    def offsets(self) -> Iterator[tuple[int, ...]]:
+        """Of the kernel, lexicographic."""
+        return itertools.product(range(-self.origin, self.kernel - self.origin), repeat=3)
 
     @property
     def name(self) -> str:
@@ -87,18 +97,13 @@ def lookup(coords: Tensor, queries: Tensor) -> Tensor:
     return torch.where(ordered[place] == wanted, rows[place], -1)
 
 
-def _origin(kernel: int) -> int:
-    """Offsets of a kernel run from minus this number."""
-    return kernel // 2 if kernel % 2 else 0
-
-
 def reached(coords: Tensor, layer: Layer) -> Tensor:
     """Output coordinates of a layer: `coords` themselves, or in order of (batch, x, y, z) all cells whose
     kernel meets one of them."""
     if layer.stride == 1:
         return coords
-    origin, found = _origin(layer.kernel), []
-    for offset in itertools.product(range(-origin, layer.kernel - origin), repeat=3):
+    found = []
+    for offset in layer.offsets():
         moved = coords - torch.tensor([0, *offset], device=coords.device, dtype=coords.dtype)
         whole = (moved[:, 1:].remainder(layer.stride) == 0).all(1)
         moved[:, 1:] = moved[:, 1:].div(layer.stride, rounding_mode="floor")
@@ -132,15 +137,14 @@ class Problem:
         """(input rows, output rows) of every offset, in voxmma's order of offsets."""
         key = (layer.kernel, layer.stride)
         if key not in self._pairs:
-            self._pairs = {key: _find_pairs(self.coords, self.outputs(layer), *key)}
+            self._pairs = {key: _find_pairs(self.coords, self.outputs(layer), layer)}
         return self._pairs[key]
 
 
-def _find_pairs(coords: Tensor, outputs: Tensor, kernel: int, stride: int) -> list[tuple[Tensor, Tensor]]:
-    origin = _origin(kernel)
-    base = outputs * torch.tensor([1, stride, stride, stride], device=coords.device)
+def _find_pairs(coords: Tensor, outputs: Tensor, layer: Layer) -> list[tuple[Tensor, Tensor]]:
+    base = outputs * torch.tensor([1, *[layer.stride] * 3], device=coords.device)
     pairs = []
-    for offset in itertools.product(range(-origin, kernel - origin), repeat=3):
+    for offset in layer.offsets():
         rows = lookup(coords, base + torch.tensor([0, *offset], device=coords.device))
         out = torch.nonzero(rows >= 0).flatten()
         pairs.append((rows[out], out))
@@ -299,9 +303,15 @@ class GatherGemm(Adapter):
         if not state:
             coords, layer = self.problem.coords, self.layer
             state["out"] = reached(coords, layer)
-            state["pairs"] = _find_pairs(coords, state["out"], layer.kernel, layer.stride)
+            state["pairs"] = _find_pairs(coords, state["out"], layer)
         y: Tensor = self.function.apply(x, w, state["pairs"], len(state["out"]))
         return y
+
+
+def spconv_shape(problem: Problem, layer: Layer) -> list[int]:
+    """Whole cells on every axis, and one more where windows overlap: spconv drops outputs beyond."""
+    more = layer.stride if layer.kernel > layer.stride > 1 else 0
+    return [-(-side // layer.stride) * layer.stride + more for side in problem.shape]
 
 
 class Spconv(Adapter):
@@ -328,7 +338,7 @@ class Spconv(Adapter):
         if layer.stride > 1 and self.variant == "native":
             raise Unsupported("no strided layer with a kept map in this variant")
         kind = self.sp.SubMConv3d if layer.stride == 1 else self.sp.SparseConv3d
-        strided: dict[str, Any] = {"stride": layer.stride, "padding": _origin(layer.kernel)}
+        strided: dict[str, Any] = {"stride": layer.stride, "padding": layer.origin}
         options = strided if layer.stride > 1 else {}
         if layer.dtype in ("fp16", "bf16"):
             options["fp32_accum"] = True
@@ -337,9 +347,7 @@ class Spconv(Adapter):
             algo=getattr(self.sp.ConvAlgo, names[self.variant]), **options,
         )  # fmt: skip
         self.conv.to(self.problem.device, self.dtype).train()
-        # Whole cells on every axis, and one more where windows overlap: a strided layer drops outputs beyond.
-        more = layer.stride if layer.kernel > layer.stride > 1 else 0
-        self.shape = [-(-side // layer.stride) * layer.stride + more for side in self.problem.shape]
+        self.shape = spconv_shape(self.problem, layer)
 
     def adopt(self, w: Tensor) -> Tensor:
         self.conv.weight = torch.nn.Parameter(w)

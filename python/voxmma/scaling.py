@@ -6,7 +6,6 @@ samples of a batch, so that the neighbours of a voxel are alike at all sizes.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -181,15 +180,6 @@ def growth(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
-def save(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes scaling.json and scaling.png into `folder`, which is made if need be; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data, picture = folder / "scaling.json", folder / "scaling.png"
-    data.write_text(json.dumps(benchplots.plain(result), indent=1, allow_nan=False) + "\n")
-    benchplots.draw_scaling(result, picture)
-    return [data, picture]
-
-
 # ---- command line ------------------------------------------------------------------------------------------
 
 
@@ -242,7 +232,7 @@ def scaling(
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(bench.DTYPES)}", param_hint="--dtype")
     with cli.progress(len(sizes) * len(widths)) as advance:
         result = run(target, sizes, widths, kernel, dtype, repeats, advance)
-    written = save(result, out)
+    written = benchplots.save(result, out)
     cli.show(benchplots.plain(result), benchplots.scaling_table(result), as_json)
     typer.echo(f"written: {', '.join(str(path) for path in written)}", err=True)
     if not all(row.get("within_bound", True) for row in result["rows"]):

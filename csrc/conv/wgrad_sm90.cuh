@@ -112,17 +112,21 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int mb = combo % grid.blocks_m;
   combo /= grid.blocks_m;
   const int nb = combo % grid.blocks_n, g = combo / grid.blocks_n;
-  // Slot i holds one offset of [i G, (i + 1) G), G = offset_groups: offset i G + og, or, where G divides the kernel
-  // volume and would put whole planes of the kernel into one group, rotated by i + i / G + ... (the digit sum of
-  // every offset of a group in base G is then the same). It shares out the well-filled offsets.
+  // Kernels of one pass: slot i holds one offset of [i G, (i + 1) G), G = offset_groups: offset i G + og, or, where G
+  // divides the kernel volume and would put whole planes of the kernel into one group, rotated by i + i / G + ... (the
+  // digit sum of every offset of a group in base G is then the same). It shares out the well-filled offsets. In larger
+  // kernels every pass that a group's offsets are in costs a gather: there they follow each other.
+  const bool in_turn = volume > kPassOffsets;
+  const int most = (volume + grid.offset_groups - 1) / grid.offset_groups;
   auto slot_offset = [&](int slot) {
+    if (in_turn) return og * most + slot;
     int shift = 0;
     if (grid.offset_groups > 1 && volume % grid.offset_groups == 0) {
       for (int q = slot; q > 0; q /= grid.offset_groups) shift += q;
     }
     return slot * grid.offset_groups + (og + shift) % grid.offset_groups;
   };
-  int slots = (volume + grid.offset_groups - 1) / grid.offset_groups;
+  int slots = in_turn ? min(most, volume - og * most) : most;
   if (slot_offset(slots - 1) >= volume) --slots;
 
   const int group_id = threadIdx.x / kWarpGroup;
@@ -151,6 +155,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   // A pass matters to this CTA when one of its offsets lies in [k_begin, k_begin + k_count) and has neighbours.
   auto first_slot = [&](int k) {  // first slot with an offset >= k
+    if (in_turn) return min(max(k - og * most, 0), slots);
     const int slot = k / grid.offset_groups;
     return slot < slots && slot_offset(slot) < k ? slot + 1 : slot;
   };

@@ -379,6 +379,39 @@ def reference_cluster(masks: list[int]) -> list[int]:
     return rows
 
 
+COLOURINGS = [(1, 3, 5), (2, 1, 3), (1, 2, 4), (3, 5, 1), (1, 1, 3), (1, 5, 2), (4, 1, 2), (2, 4, 1)]
+COLOURS, WARP = 8, 32
+
+
+def reference_deal(colours: list[int]) -> tuple[list[int], int]:
+    """Places of a warp's rows in groups of eight, one of each colour where there are enough groups, and the
+    number of rows that got none of their own."""
+    groups: list[list[int]] = [[] for _ in range(WARP // COLOURS)]
+    rest = []
+    for row, colour in enumerate(colours):
+        rank = colours[:row].count(colour)
+        (groups[rank] if rank < len(groups) else rest).append(row)
+    undealt = len(rest)
+    for group in groups:
+        while len(group) < COLOURS:
+            group.append(rest.pop(0))
+    return [row for group in groups for row in group], undealt
+
+
+def reference_slots(colours: list[int]) -> list[int]:
+    """Slot of each unique row: of its colour modulo eight, or one that no row of that colour takes."""
+    total, slots = len(colours), []
+    room = [(total - c + COLOURS - 1) // COLOURS for c in range(COLOURS)]
+    count = [colours.count(c) for c in range(COLOURS)]
+    free = [COLOURS * i + c for c in range(COLOURS) for i in range(count[c], room[c])]
+    for row, colour in enumerate(colours):
+        place = colours[:row].count(colour)
+        before = sum(max(count[c] - room[c], 0) for c in range(colour))
+        own = place < room[colour]
+        slots.append(COLOURS * place + colour if own else free[before + place - room[colour]])
+    return slots
+
+
 def reference_cost(bits: np.ndarray) -> int:
     """Offsets used by each block of 64 rows, summed, from the (16,) fragment masks of a pass."""
     return sum(
@@ -387,8 +420,10 @@ def reference_cost(bits: np.ndarray) -> int:
     )
 
 
-def reference_plan(table: np.ndarray, out_order: np.ndarray, offsets: Sequence[Triple]) -> Plan:
-    """The plan of csrc/map/plan.cu in plain Python. `table` is (K, n_out), `out_order` (n_out,)."""
+def reference_plan(
+    table: np.ndarray, out_order: np.ndarray, offsets: Sequence[Triple], coords: torch.Tensor
+) -> Plan:
+    """The plan of csrc/map/plan.cu in plain Python. `table` is (K, n), `out_order` (n,), `coords` (n, 4)."""
     volume, n_out = table.shape
     tiles = math.ceil(n_out / TILE)
     place = np.array(offsets, dtype=np.float64) * volume
@@ -404,6 +439,17 @@ def reference_plan(table: np.ndarray, out_order: np.ndarray, offsets: Sequence[T
         rows = out_order[tile * TILE : (tile + 1) * TILE]
         masks = [sum({1 << int(b) for b in bit[table[:, row] >= 0]}) for row in rows]
         rows = rows[[i for i in reference_cluster(masks + [0] * (TILE - len(rows))) if i < len(rows)]]
+        warps = [rows[i : i + WARP] for i in range(0, len(rows) // WARP * WARP, WARP)]
+        dealt = []  # by colouring: rows that got no group of their own, rows
+        for factors in COLOURINGS:
+            places = [
+                reference_deal((coords[warp, 1:].numpy() @ factors % COLOURS).tolist()) for warp in warps
+            ]
+            order_of = [warp[place] for warp, (place, _) in zip(warps, places, strict=True)]
+            dealt.append((sum(undealt for _, undealt in places), order_of))
+        best = min(range(len(COLOURINGS)), key=lambda i: dealt[i][0])
+        rows = np.concatenate([*dealt[best][1], rows[len(warps) * WARP :]])
+        colour_of = coords[:, 1:].numpy() @ COLOURINGS[best] % COLOURS
         order[tile * TILE : tile * TILE + len(rows)] = rows
         nearby = np.full((volume, TILE), -1, dtype=np.int64)
         nearby[:, : len(rows)] = table[:, rows]
@@ -416,13 +462,16 @@ def reference_plan(table: np.ndarray, out_order: np.ndarray, offsets: Sequence[T
                 if len(unique) + len(fresh) > UNIQUE_MAX:
                     break
                 unique.update({v: len(unique) + i for i, v in enumerate(fresh)})
-                local[tile, k] = [unique[int(v)] if v >= 0 else MISSING for v in nearby[k]]
                 active = (nearby[k] >= 0).reshape(-1, FRAGMENT).any(1)
                 bits |= active.astype(np.uint32) << np.uint32(k - begin)
                 k += 1
+            unique = dict(zip(unique, reference_slots([int(colour_of[v]) for v in unique]), strict=True))
+            for j in range(begin, k):
+                local[tile, j] = [unique[int(v)] if v >= 0 else MISSING for v in nearby[j]]
+            listed = sorted(unique, key=lambda v: unique[v])
             passes.append((begin, k - begin, len(uniq) // 4, len(unique)))
             frag.append(bits)
-            uniq += [*unique, *[list(unique)[-1]] * (-len(unique) % 4)] if unique else []
+            uniq += [*listed, *[listed[-1]] * (-len(listed) % 4)] if listed else []
         cost = sum(reference_cost(bits) for bits in frag[first_pass:])
         schedule.append((tile, first_pass, len(passes) - first_pass, cost))
     balanced = sorted(schedule, key=lambda row: -row[3])  # stable; one window: the map is small
@@ -514,7 +563,7 @@ def test_the_reference_plan_keeps_the_promises(name: str) -> None:
     coords, size = plan_case(name)
     made = kernel_map(CoordSet(coords), size)
     table = made.neighbor_table().numpy()
-    plan = reference_plan(table, np.arange(len(coords)), made.offsets)
+    plan = reference_plan(table, np.arange(len(coords)), made.offsets, coords)
     check_plan(plan, table, len(coords))
     assert name != "dense" or bool((plan[1][0][:, 2] > 1).any())
 
@@ -523,7 +572,7 @@ def test_the_plan_check_sees_every_kind_of_damage() -> None:
     coords, size = plan_case("surface")
     made = kernel_map(CoordSet(coords), size)
     table = made.neighbor_table().numpy()
-    plan = reference_plan(table, np.arange(len(coords)), made.offsets)
+    plan = reference_plan(table, np.arange(len(coords)), made.offsets, coords)
     filled = np.argwhere(plan[5] < MISSING)[0]
     damages = [
         (0, (0,), plan[0][1]),
@@ -556,7 +605,7 @@ def test_gpu_plan_is_the_reference_plan(name: str) -> None:
     table = kernel_map(CoordSet(coords), size).neighbor_table().numpy()
     plan = plan_of(made)
     check_plan(plan, table, len(coords))
-    expected = reference_plan(table, made.in_coords.hash_index().order.cpu().numpy(), made.offsets)
+    expected = reference_plan(table, made.in_coords.hash_index().order.cpu().numpy(), made.offsets, coords)
     assert np.array_equal(plan[0], expected[0]) and np.array_equal(plan[5], expected[5])
     assert np.array_equal(plan[1][:, :, [0, 2, 3]], expected[1][:, :, [0, 2, 3]])
     for (_, first, count, _), (_, first_expected, _, _) in zip(plan[1][0], expected[1][0], strict=True):

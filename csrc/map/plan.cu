@@ -513,10 +513,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
   int source = cluster_rows(sort_bits, reinterpret_cast<uint64_t*>(s.first),
                             *reinterpret_cast<ClusterShared*>(s.first));
   const auto colours = static_cast<uint32_t>(s.tag[source]);
+  const bool whole = tile_row + 32 * (warp + 1) <= args.n_out;  // others are not dealt: padding stays behind the rows
+  if (whole) {
 #pragma unroll
-  for (int i = 0; i < kColourings; ++i) {
-    const int rows = undealt(colours >> (kColourBits * i) & (kColours - 1));
-    if (lane == i && rows != 0) atomicAdd(&undealt_rows[i], rows);
+    for (int i = 0; i < kColourings; ++i) {
+      const int rows = undealt(colours >> (kColourBits * i) & (kColours - 1));
+      if (lane == i && rows != 0) atomicAdd(&undealt_rows[i], rows);
+    }
   }
   __syncthreads();
   int colouring = 0;
@@ -524,9 +527,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
   for (int i = 1; i < kColourings; ++i) colouring = undealt_rows[i] < undealt_rows[colouring] ? i : colouring;
   {
     const int colour = colours >> (kColourBits * colouring) & (kColours - 1);
-    // Padding stays behind the tile's rows.
-    const bool whole = __ballot_sync(0xffffffffu, tile_row + source >= args.n_out) == 0;
-    const int dealt = deal(colour), to = 32 * warp + (whole ? dealt : lane);
+    const int to = 32 * warp + (whole ? deal(colour) : lane);
     s.until[to] = source;
     s.colour[to] = static_cast<uint8_t>(colour);
     __syncwarp();

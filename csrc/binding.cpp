@@ -17,6 +17,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <optional>
 #include <sstream>
@@ -96,11 +97,11 @@ void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel
   const bool cuda = x.is_cuda();
   const size_t count = cuda ? 6 : 3;
   TORCH_CHECK(map.size() == count, name, " must hold ", count, " tensors on ", x.device(), ", got ", map.size());
-  const auto check = [&](size_t i, const char* part, ScalarType t, std::vector<int64_t> sizes) {  // -1: any size
+  const auto check = [&](size_t i, const char* part, ScalarType t, at::IntArrayRef sizes) {  // -1: any size
     bool same = map[i].dim() == static_cast<int64_t>(sizes.size());
     for (size_t d = 0; same && d < sizes.size(); ++d) same = sizes[d] < 0 || map[i].size(d) == sizes[d];
     TORCH_CHECK(same && map[i].scalar_type() == t && map[i].is_contiguous(), name, "[", i, "] (", part,
-                ") must be contiguous ", c10::toString(t), " of shape ", at::IntArrayRef(sizes), ", got ",
+                ") must be contiguous ", c10::toString(t), " of shape ", sizes, ", got ",
                 c10::toString(map[i].scalar_type()), " of shape ", map[i].sizes(), " (", kernel_volume, " offsets, ",
                 n_out, " output rows; -1: any size)");
     TORCH_CHECK(map[i].device() == x.device(), name, "[", i, "] (", part, ") is on ", map[i].device(), " but x is on ",
@@ -264,6 +265,7 @@ struct Plan {
 
   void save(AutogradContext* ctx) const {
     auto& data = ctx->saved_data;
+    data.reserve(16);  // what the ops add included
     data["map"] = map;
     data["map_t"] = map_t;
     data["symmetric"] = symmetric;
@@ -397,14 +399,15 @@ bool needs_node(std::initializer_list<const Tensor*> inputs) {
   return false;
 }
 
-Tensor conv_autograd(const Tensor& x, const Tensor& weight, const OptTensor& bias, TensorList map, TensorList map_t,
-                     c10::SymInt n_out, bool symmetric, bool transpose, string_view accumulator, string_view tile,
-                     string_view dgrad_tile, string_view wgrad_tile, OptDtype out_dtype) {
+Tensor conv_autograd(c10::DispatchKeySet keys, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                     TensorList map, TensorList map_t, c10::SymInt n_out, bool symmetric, bool transpose,
+                     string_view accumulator, string_view tile, string_view dgrad_tile, string_view wgrad_tile,
+                     OptDtype out_dtype) {
   const Tensor none;
   if (!needs_node({&x, &weight, bias.has_value() ? &*bias : &none})) {
     at::AutoDispatchBelowADInplaceOrView below;
-    return conv_op().call(x, weight, bias, map, map_t, std::move(n_out), symmetric, transpose, accumulator, tile,
-                          dgrad_tile, wgrad_tile, out_dtype);
+    return conv_op().redispatch(keys & c10::after_autograd_keyset, x, weight, bias, map, map_t, std::move(n_out),
+                                symmetric, transpose, accumulator, tile, dgrad_tile, wgrad_tile, out_dtype);
   }
   const Plan plan{map.vec(),
                   map_t.vec(),
@@ -620,6 +623,43 @@ Tensor wgrad_autocast(const Tensor& x, const Tensor& dy, TensorList map, TensorL
                          map_t, kernel_volume, groups, symmetric, accumulator, tile, dgrad_tile, out_dtype);
 }
 
+// ---- calls that are repeated (voxmma/call.py) ---------------------------------------------------------------------
+
+// The op with all arguments but three, so that a call does not parse them. It goes through the dispatcher like any other,
+// but for autocast: the type to compute in has been decided, so the op's own rule must not decide again.
+struct PreparedConv {
+  Plan plan;
+  int64_t n_out;
+  OptDtype out_dtype;
+
+  Tensor operator()(const Tensor& x, const Tensor& weight, const OptTensor& bias) const {
+    NoAutocast no_autocast;
+    return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose, plan.accumulator,
+                          plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
+  }
+};
+
+// What a decision depends on beside the caller's arguments: types and shapes of the operands (not the number of rows),
+// autocast and inference mode, as bytes that are equal where all of it is. None where it is not to be told: operands on
+// several devices or of impossible rank, sizes that are symbols.
+std::optional<py::bytes> operand_facts(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
+  const at::Device device = x.device();
+  std::array<int64_t, 14> facts{};
+  size_t count = 0;
+  const auto add = [&](const Tensor& t, int64_t first, int64_t most) {
+    if (t.device() != device || t.dim() > most || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return false;
+    facts[count++] = static_cast<int64_t>(t.scalar_type());
+    facts[count++] = t.dim();
+    for (int64_t d = first; d < t.dim(); ++d) facts[count++] = t.size(d);
+    return true;
+  };
+  if (!add(x, 1, 2) || !add(weight, 0, 4) || (bias.has_value() && !add(*bias, 0, 1))) return std::nullopt;
+  const bool autocast = at::autocast::is_autocast_enabled(device.type());
+  facts[count++] = autocast ? static_cast<int64_t>(at::autocast::get_autocast_dtype(device.type())) : -1;
+  facts[count++] = c10::InferenceMode::is_enabled();
+  return py::bytes(reinterpret_cast<const char*>(facts.data()), count * sizeof(int64_t));
+}
+
 // ---- CUDA ---------------------------------------------------------------------------------------------------------
 
 using Ints = std::vector<int64_t>;
@@ -695,7 +735,9 @@ struct Launch {
   cudaStream_t stream;
 
   explicit Launch(at::Device on) : device(on), guard(on), info(device_info(on)) {
-    check_cuda(cudaSetDevice(device.index()), "cudaSetDevice", device);
+    int current = -1;  // asking is cheaper than setting
+    check_cuda(cudaGetDevice(&current), "cudaGetDevice", device);
+    if (current != device.index()) check_cuda(cudaSetDevice(device.index()), "cudaSetDevice", device);
     const c10::impl::VirtualGuardImpl impl(at::kCUDA);
     stream = static_cast<cudaStream_t>(native_handle(impl, impl.getStream(device), 0));
   }
@@ -1529,6 +1571,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("mma_probe", torch::wrap_pybind_function_no_gil(voxmma::mma_probe_cuda), py::arg("kind"), py::arg("a"),
         py::arg("b"), py::arg("c"));
   m.def("mma_rate", torch::wrap_pybind_function_no_gil(voxmma::mma_rate_cuda), py::arg("kind"));
+  py::class_<voxmma::PreparedConv>(m, "PreparedConv")
+      .def(py::init([](std::vector<at::Tensor> map, std::vector<at::Tensor> map_t, int64_t n_out, bool symmetric,
+                       bool transpose, std::string accumulator, std::string tile, std::string dgrad_tile,
+                       std::string wgrad_tile, std::optional<at::ScalarType> out_dtype) {
+             return voxmma::PreparedConv{{std::move(map), std::move(map_t), symmetric, transpose, std::move(accumulator),
+                                          std::move(tile), std::move(dgrad_tile), std::move(wgrad_tile)},
+                                         n_out,
+                                         out_dtype};
+           }))
+      .def("__call__",
+           torch::wrap_pybind_function_no_gil(
+               [](const voxmma::PreparedConv& self, const at::Tensor& x, const at::Tensor& weight,
+                  const std::optional<at::Tensor>& bias) { return self(x, weight, bias); }));
+  m.def("operand_facts", torch::wrap_pybind_function(voxmma::operand_facts), py::arg("x"), py::arg("weight"),
+        py::arg("bias"));
   // The CPU implementations' way to the same checks as on CUDA.
   m.def("check_pool", torch::wrap_pybind_function(
                           [](const at::Tensor& x, const std::optional<at::Tensor>& in_count,

@@ -48,6 +48,27 @@ def mma_probe(kind: int, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def mma_rate(kind: int) -> float:
     """TFLOP/s of an mma.sync kind (0 to 3, see probe.h) on the current CUDA device; takes about 8 ms."""
 
+class PreparedConv:
+    """torch.ops.voxmma.conv with all arguments but three; autocast does not reach it."""
+
+    def __init__(
+        self,
+        map: list[Tensor],
+        map_t: list[Tensor],
+        n_out: int,
+        symmetric: bool,
+        transpose: bool,
+        accumulator: str,
+        tile: str,
+        dgrad_tile: str,
+        wgrad_tile: str,
+        out_dtype: dtype | None,
+    ) -> None: ...
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+def operand_facts(x: Tensor, weight: Tensor, bias: Tensor | None) -> bytes | None:
+    """Types and shapes of the operands, autocast, inference mode; None where they are on several devices."""
+
 def check_conv(
     x: Tensor,
     weight: Tensor,

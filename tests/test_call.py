@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import pickle
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import voxmma
 from voxmma import call, gate, settings, tunecache
@@ -111,7 +114,7 @@ def test_new_records_of_the_gate_and_of_the_tuner_are_seen(
     x = voxels(device)
     layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
     layer(x)
-    monkeypatch.setattr(tunecache, "stamp", lambda device: 12345)
+    tunecache.reload()
     layer(x)
     layer(x)
     assert len(decisions) == 2
@@ -156,6 +159,164 @@ def test_wrong_arguments_are_still_named(device: torch.device) -> None:
         spatially_sparse_conv(x, weight, 3, torch.zeros(7, device=device))
     with pytest.raises(ValueError, match="weight has 27 offsets"):
         spatially_sparse_conv(x, weight, 5)
+
+
+def test_a_freed_map_leaves_memory(device: torch.device) -> None:
+    import weakref
+
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    with torch.no_grad():
+        layer(x)
+    mapping = layer.kernel_map(x)
+    storage = weakref.ref(mapping.tensors[0])
+    other = voxmma.nn.SparseConv3d(16, 24, 5, device=device)
+    with torch.no_grad():
+        other(x)
+    mapping.free()
+    assert storage() is None and len(x.coord_set.calls) == 1
+
+
+def test_repeated_calls_say_what_is_wrong_as_the_first_does(device: torch.device) -> None:
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    layer(x)
+    with pytest.raises(ValueError, match="x has 8 channels"):
+        layer(x.with_feats(x.feats[:, :8]))
+    layer.bias = torch.nn.Parameter(torch.zeros(24, 1, device=device))
+    with pytest.raises(ValueError, match="bias must be"):
+        layer(x)
+    layer.bias = None
+    assert torch.isfinite(layer(x).feats).all()
+    layer.weight.data = layer.weight.data[1:]
+    with pytest.raises(ValueError, match="weight has 26 offsets"):
+        layer(x)
+
+
+class _Functions(torch.overrides.TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Dispatched(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((str(func), args))
+        return func(*args, **(kwargs or {}))
+
+
+class _Subclass(torch.Tensor):
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_modes_and_subclasses_see_the_op_of_a_repeated_call(
+    device: torch.device, decisions: list[str]
+) -> None:
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    first = layer(x)
+    with _Functions() as functions:
+        assert torch.equal(layer(x).feats, first.feats)
+    assert functions.seen.count("voxmma.conv") == 1
+    with _Dispatched() as dispatched:
+        layer(x)
+    conv = [args for name, args in dispatched.seen if name == "voxmma.conv.default"]
+    assert len(conv) == 1 and conv[0][3:] == (
+        layer.kernel_map(x).tensors, [], len(x.coords), True, False, "fp32", *_tiles(first),
+    )  # fmt: skip
+    marked = x.with_feats(x.feats.as_subclass(_Subclass))
+    _Subclass.seen.clear()
+    assert isinstance(layer(marked).feats, _Subclass) and "voxmma.conv" in _Subclass.seen
+    assert len(decisions) == 1
+
+
+def _tiles(y: voxmma.Voxels) -> tuple[str, str, str]:
+    record = voxmma.explain(y)
+    return record.tile, record.dgrad_tile, record.wgrad_tile
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_autocast_decides_once(device: torch.device, decisions: list[str], enabled: bool) -> None:
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device, compute_dtype=FP16)
+    with torch.autocast(device.type, BF16, enabled=enabled):
+        for _ in range(2):
+            with _Dispatched() as dispatched:
+                y = layer(x)
+            assert y.feats.dtype == FP16 and torch.is_autocast_enabled(device.type) == enabled
+            (args,) = [args for name, args in dispatched.seen if name == "voxmma.conv.default"]
+            assert args[0].dtype == FP16
+    assert len(decisions) == 1
+
+
+def test_repeated_calls_make_normal_and_inference_tensors(device: torch.device) -> None:
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert layer(x).feats.is_inference()
+        with torch.no_grad():
+            y = layer(x).feats
+        assert not y.is_inference() and not y.requires_grad
+        assert layer(x).feats.requires_grad
+
+
+def test_repeated_calls_run_on_parameters_that_are_swapped_in(device: torch.device) -> None:
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    layer(x)
+    others = {name: torch.randn_like(p) for name, p in layer.named_parameters()}
+    expected = spatially_sparse_conv(x, others["weight"], 3, others["bias"])
+    swapped = torch.func.functional_call(layer, others, (x,))
+    assert torch.equal(swapped.feats, expected.feats)
+
+
+def test_a_subclass_may_compute_its_weight(device: torch.device) -> None:
+    class Centred(voxmma.nn.SparseConv3d):
+        @property
+        def weight(self) -> torch.Tensor:  # type: ignore[override]
+            own: torch.Tensor = self._parameters["weight"]  # type: ignore[assignment]
+            return own - own.mean()
+
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    layer.__class__ = Centred
+    expected = spatially_sparse_conv(x, layer.weight, 3, layer.bias)
+    for _ in range(2):
+        assert torch.equal(layer(x).feats, expected.feats)
+    plain = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    plain(x)
+    torch.nn.utils.parametrize.register_parametrization(plain, "weight", _Doubled())
+    doubled = spatially_sparse_conv(x, plain.weight, 3, plain.bias)
+    for _ in range(2):
+        assert torch.equal(plain(x).feats, doubled.feats)
+
+
+class _Doubled(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def test_what_holds_repeated_calls_can_be_copied_and_pickled(device: torch.device) -> None:
+    x = voxels(device)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    first = layer(x)
+    for other, same in ((copy.deepcopy(x), copy.deepcopy(layer)), pickle.loads(pickle.dumps((x, layer)))):
+        for _ in range(2):
+            assert torch.equal(same(other).feats, first.feats)
 
 
 def test_a_coordinate_set_goes_when_its_voxels_do(device: torch.device) -> None:

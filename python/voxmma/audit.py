@@ -175,6 +175,11 @@ def _signed(launch: Launch, record: Record) -> Launch:
 _active: list[audit] = []
 
 
+def listening() -> bool:
+    """Whether a log is open."""
+    return bool(_active)
+
+
 def notify(record: Record) -> None:
     """Tells the open logs which call the launch just made belongs to; convolution functions call it once.
 

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
-from voxmma import settings, tunecache
-from voxmma.audit import notify
-from voxmma.coords import CoordSet
+import voxmma
+from voxmma import _C, settings, tunecache
+from voxmma.audit import listening, notify
 from voxmma.explain import Record
 from voxmma.kernel_map import KernelMap, MapCore
 from voxmma.shadow import observe, observed
 from voxmma.tiles import Plan, accumulator_label, asks_gate, parse_accumulator, plan_call, rescaled
+from voxmma.voxels import Voxels
 
 
 def fp16_accum_flag(use_fp16_accum: bool | None, accumulator: str | None) -> bool | None:
@@ -81,61 +83,67 @@ class Repeat:
     """
 
     core: MapCore
-    state: tuple[settings.Settings, settings.Settings]
+    runtime: settings.Settings
+    environment: settings.Settings
     gate: str | None
     """gate.stamp() of the decision; None where the gate has no say"""
     tuned: int
+    """tunecache.generation() of the decision"""
     op: Callable[..., Tensor]
-    dtype: torch.dtype
-    choice: tuple[Any, ...]
-    """the op's arguments from `accumulator` on"""
+    operands: tuple[Any, ...]
+    """the op's arguments from `map` on"""
+    prepared: _C.PreparedConv | None
+    """torch.ops.voxmma.conv with these operands; None where another op runs"""
+    dtype: torch.dtype | None
+    """that the features are converted to; None where they have it"""
     record: Record
 
-    def holds(self, device: torch.device) -> bool:
+    def holds(self) -> bool:
         """Whether the decision would be the same now."""
         runtime, environment = settings.state()
-        if self.state[0] is not runtime or self.state[1] is not environment or self.core.freed:
-            return False
-        if self.tuned != tunecache.stamp(device):
-            return False
-        if self.gate is None:
-            return True
-        from voxmma import gate
+        return (
+            self.runtime is runtime
+            and self.environment is environment
+            and not self.core.freed
+            and self.tuned == tunecache.generation()
+            and (self.gate is None or self.gate == voxmma.gate.stamp())
+        )
 
-        return self.gate == gate.stamp()
-
-    def run(
-        self, coords: CoordSet, feats: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Record]:
-        """The call itself; as `convolve`."""
-        tensors = self.core.sides[False].tensors
-        x = feats if feats.dtype == self.dtype else feats.to(self.dtype)
-        y = _launch(self.op, (x, weight, bias, tensors, [], coords.num, True, False, *self.choice))
-        notify(self.record)
+    def run(self, x: Voxels, weight: Tensor, bias: Tensor | None) -> Voxels:
+        """The call itself."""
+        coords, feats = x._coord_set, x._feats
+        if self.dtype is not None:
+            feats = feats.to(self.dtype)
+        if self.prepared is None or has_torch_function((feats, weight, bias)):
+            y = _launch(self.op, (feats, weight, bias, *self.operands))
+        else:
+            y = self.prepared(feats, weight, bias)
+        if listening():
+            notify(self.record)
         if observed():
-            observe(x, weight, bias, KernelMap(coords, coords, self.core), y, self.record)
-        return y, self.record
+            observe(feats, weight, bias, KernelMap(coords, coords, self.core), y, self.record)
+        return Voxels._make(coords, y, x._stride, self.record)
 
 
-def repeat_key(feats: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> tuple[Any, ...] | None:
-    """Key of a call among `CoordSet.calls`; None where it cannot have one.
+Key = tuple[tuple[Any, ...], bytes]
+
+
+def find_repeat(
+    x: Voxels, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...]
+) -> tuple[Key | None, Repeat | None]:
+    """Key of a call among `CoordSet.calls`, and what is there and holds. No key: the call cannot have one.
 
     `arguments`: what the caller passed. Equal keys mean equal decisions as long as `Repeat.holds`.
     """
-    device = feats.device
-    if weight.device != device or (bias is not None and bias.device != device):
-        return None
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return (
-        *arguments,
-        feats.dtype,
-        feats.shape[1],
-        weight.dtype,
-        weight.shape,
-        None if bias is None else (bias.dtype, bias.shape),
-        autocast,
-        torch.is_inference_mode_enabled(),
-    )
+    try:
+        facts = _C.operand_facts(x._feats, weight, bias)
+        if facts is None:
+            return None, None
+        key = arguments, facts
+        found = x._coord_set.calls.get(key)
+    except TypeError:  # an argument of a wrong type: whoever checks them names it
+        return None, None
+    return key, found if found is not None and found.holds() else None
 
 
 def _launch(op: Callable[..., Tensor], operands: tuple[Any, ...]) -> Tensor:
@@ -159,7 +167,7 @@ def convolve(
     compute_dtype: torch.dtype,
     out_dtype: torch.dtype | None,
     layer: str,
-    key: tuple[Any, ...] | None = None,
+    key: Key | None = None,
 ) -> tuple[Tensor, Record]:
     """Runs a convolution whose operands have been checked, over `mapping`, and says what ran.
 
@@ -169,11 +177,12 @@ def convolve(
         use_fp16_accum, accumulator: the call's own level of the precedence.
         compute_dtype: of the products. out_dtype: of the result; None = compute_dtype.
         layer: name for the record.
-        key: from `repeat_key`, under which the decision is kept for calls that are like this one.
+        key: from `find_repeat`, under which the decision is kept for calls that are like this one.
 
     Returns:
         ((n_out, C_out), record).
     """
+    (runtime, environment), tuned = settings.state(), tunecache.generation()  # before anything is decided
     flag = fp16_accum_flag(use_fp16_accum, accumulator)
     chunk = 0 if accumulator is None else parse_accumulator(accumulator)[1]
     requested, decided_by = settings.resolve_fp16_accum(flag, compute_dtype)
@@ -200,8 +209,8 @@ def convolve(
     if scaled:
         op, written = torch.ops.voxmma.conv_rescaled, out_dtype or compute_dtype
     shared = (mapping.tensors, opposite, mapping.out_coords.num, mapping.symmetric, False)
-    operands = (x, weight, bias, *shared, ran, tile, dgrad_tile, wgrad_tile, written)
-    y = _launch(op, operands)
+    operands = (*shared, ran, tile, dgrad_tile, wgrad_tile, written)
+    y = _launch(op, (x, weight, bias, *operands))
     record = _record(layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled)
     core = mapping.core_of_one_set()
     # float32 calls also follow torch's TF32 switches, which tell nobody when they change
@@ -211,9 +220,10 @@ def convolve(
             from voxmma import gate
 
             evidence = gate.stamp()
-        choice = (ran, tile, dgrad_tile, wgrad_tile, written)
+        prepared = None if scaled else _C.PreparedConv(*operands)
+        cast = None if feats.dtype == compute_dtype else compute_dtype
         mapping.in_coords.calls[key] = Repeat(
-            core, settings.state(), evidence, tunecache.stamp(feats.device), op, compute_dtype, choice, record
+            core, runtime, environment, evidence, tuned, op, operands, prepared, cast, record
         )
     notify(record)
     observe(x, weight, bias, mapping, y, record)

@@ -358,6 +358,8 @@ class KernelMap:
         core.sides.clear()
         if owner.maps.get(core.key) is core:
             del owner.maps[core.key]
+        for key in [key for key, call in tuple(owner.calls.items()) if call.core is core]:
+            owner.calls.pop(key, None)  # it holds the tensors, too
 
     def share(self) -> KernelMap:
         """Moves the CPU tensors of the map and its coordinates to shared memory, for other processes; returns

@@ -262,6 +262,7 @@ def _scores(times: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 _tables: dict[tuple[Path, torch.device], Table] = {}
 _loading = threading.Lock()
+_generation = 0
 _EMPTY = Table([])
 
 
@@ -280,6 +281,11 @@ def table(device: torch.device) -> Table:
     return found
 
 
+def generation() -> int:
+    """A number that grows with every change to measurements that were in use, of whatever device."""
+    return _generation
+
+
 def stamp(device: object) -> int:
     """A number that changes when the measurements for a device do; 0 where there can be none."""
     if not isinstance(device, torch.device) or device.type != "cuda":
@@ -295,18 +301,22 @@ def adopt(device: torch.device, bodies: Iterable[Body], replace: bool = False) -
     owner = owner_of(device)
     if owner is None:
         return
+    global _generation
     former = [] if replace else list(table(device).bodies.values())
     mine = [one for one in bodies if one["owner"] == asdict(owner)]
     with _loading:
         for place in [place for place in _tables if owner_of(place[1]) == owner]:
             del _tables[place]
         _tables[path(), device] = Table([*former, *mine])
+        _generation += 1
 
 
 def reload() -> None:
     """Forgets what was read: the next choice of a tile reads the file again."""
+    global _generation
     with _loading:
         _tables.clear()
+        _generation += 1
 
 
 def share(device: torch.device, group: Any = None) -> None:

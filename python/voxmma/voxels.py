@@ -113,17 +113,21 @@ class Voxels:
                 coord_set, feats = _merge(pack(narrow(coords)), feats, samples, duplicates)
         self._start(coord_set, feats, _positive_triple(stride, "stride"))
 
-    def _start(self, coord_set: CoordSet, feats: torch.Tensor, stride: Triple) -> None:
+    def _start(
+        self, coord_set: CoordSet, feats: torch.Tensor, stride: Triple, record: Record | None = None
+    ) -> None:
         self._coord_set = coord_set
         self._feats = feats
         self._stride = stride
-        self._record = None
+        self._record = record
 
     @classmethod
-    def _make(cls, coord_set: CoordSet, feats: torch.Tensor, stride: Triple) -> Voxels:
+    def _make(
+        cls, coord_set: CoordSet, feats: torch.Tensor, stride: Triple, record: Record | None = None
+    ) -> Voxels:
         """From parts that fit together."""
         made = cls.__new__(cls)
-        made._start(coord_set, feats, stride)
+        made._start(coord_set, feats, stride, record)
         return made
 
     # ---- facts ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from voxmma.call import convolve, fp16_accum_flag, repeat_key
+from voxmma.call import convolve, find_repeat, fp16_accum_flag
 from voxmma.coords import CoordSet
 from voxmma.kernel_map import MAX_KERNEL, MAX_OFFSET, MAX_STRIDE, KernelMap, Triple, _triple, padding_triple
 from voxmma.kernel_map import kernel_map as build_kernel_map
@@ -227,20 +227,30 @@ def spatially_sparse_conv(
             than `max_voxels` output voxels, before they come into being.
         RuntimeError: this build has no kernel for the device of x.
     """
+    geometry = (kernel_size, stride, dilation, groups, padding, transposed, generative, max_voxels)
+    precision = (use_fp16_accum, accumulator, compute_dtype, out_dtype)
+    return sparse_conv(x, weight, bias, (*geometry, *precision, layer), coords, kernel_map)
+
+
+def sparse_conv(
+    x: Voxels,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    arguments: tuple[Any, ...],
+    coords: Target | None,
+    kernel_map: KernelMap | None,
+) -> Voxels:
+    """`spatially_sparse_conv` with its arguments in one tuple, the key of a repeated call.
+
+    They end in the layer's name, or in the class, in_channels and out_channels that make one.
+    """
     key = None
     if coords is None and kernel_map is None and not torch.compiler.is_compiling() and isinstance(x, Voxels):
-        geometry = (kernel_size, stride, dilation, groups, padding, transposed, generative, max_voxels)
-        precision = (use_fp16_accum, accumulator, compute_dtype, out_dtype, layer)
-        try:
-            key = repeat_key(x.feats, weight, bias, geometry, precision)
-            again = x.coord_set.calls.get(key) if key is not None else None
-        except (AttributeError, TypeError):  # an argument of a wrong type: the checks below name it
-            key = again = None
-        if again is not None and again.holds(x.feats.device):
-            y, record = again.run(x.coord_set, x.feats, weight, bias)
-            out = Voxels._make(x.coord_set, y, x.stride)
-            out._record = record
-            return out
+        key, again = find_repeat(x, weight, bias, arguments)
+        if again is not None:
+            return again.run(x, weight, bias)
+    kernel_size, stride, dilation, groups, padding, transposed, generative, max_voxels, *precision = arguments
+    use_fp16_accum, accumulator, compute_dtype, out_dtype, *named = precision
     step = stride_triple(stride)
     check_compute_dtype(compute_dtype)
     size, dil = kernel_triple(kernel_size), dilation_triple(dilation)
@@ -267,12 +277,15 @@ def spatially_sparse_conv(
         accumulator=accumulator,
         compute_dtype=dtype,
         out_dtype=out_dtype,
-        layer=layer,
+        layer=named[0] if len(named) == 1 else _layer_name(size, *named),
         key=None if transposed else key,
     )
-    out = Voxels._make(out_coords, y, out_stride)
-    out._record = record
-    return out
+    return Voxels._make(out_coords, y, out_stride, record)
+
+
+def _layer_name(size: Triple, kind: type, in_channels: int, out_channels: int) -> str:
+    a, b, c = size
+    return f"{kind.__name__}({in_channels}, {out_channels}, {a}x{b}x{c})"
 
 
 def sparse_conv_transpose(

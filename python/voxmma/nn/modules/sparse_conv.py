@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from voxmma.nn.functional.sparse_conv import (
     dilation_triple,
     kernel_triple,
     resolve_map,
-    spatially_sparse_conv,
+    sparse_conv,
     stride_triple,
 )
 from voxmma.voxels import Voxels
@@ -143,27 +144,29 @@ class SparseConv3d(nn.Module):
         the outputs shall be (a Voxels, a CoordSet or a tensor). Errors as in
         voxmma.nn.functional.spatially_sparse_conv.
         """
-        a, b, c = self.kernel_size
-        return spatially_sparse_conv(
-            x,
-            self.weight,
+        own: dict[str, Any] = self._parameters
+        if type(self) in _PLAIN and "weight" in own and "bias" in own:
+            weight, bias = own["weight"], own["bias"]  # as Module.__getattr__ finds them, but fast
+        else:
+            weight, bias = self.weight, self.bias
+        arguments = (
             self.kernel_size,
-            self.bias,
             self.stride,
             self.dilation,
             self.groups,
-            padding=self.padding,
-            transposed=self.transposed,
-            generative=self.generative,
-            coords=coords,
-            max_voxels=self.max_voxels,
-            use_fp16_accum=self.use_fp16_accum,
-            accumulator=self.accumulator,
-            compute_dtype=self.compute_dtype,
-            out_dtype=self.out_dtype,
-            kernel_map=kernel_map,
-            layer=f"{type(self).__name__}({self.in_channels}, {self.out_channels}, {a}x{b}x{c})",
+            self.padding,
+            self.transposed,
+            self.generative,
+            self.max_voxels,
+            self.use_fp16_accum,
+            self.accumulator,
+            self.compute_dtype,
+            self.out_dtype,
+            type(self),
+            self.in_channels,
+            self.out_channels,
         )
+        return sparse_conv(x, weight, bias, arguments, coords, kernel_map)
 
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
@@ -325,6 +328,10 @@ class SparseConvTranspose2d(SparseConv2d):
             device=device,
             dtype=dtype,
         )
+
+
+#: The classes whose parameters are attributes like any other: subclasses may compute theirs.
+_PLAIN = frozenset({SparseConv3d, SparseConvTranspose3d, SparseConv2d, SparseConvTranspose2d})
 
 
 def planar(value: KernelSize2d, name: str, z: int = 1) -> tuple[int, int, int]:

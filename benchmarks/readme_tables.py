@@ -101,9 +101,10 @@ def _fastest(rows: list[Result], lib: str, what: str) -> float | None:
 
 
 def _shape(row: Result) -> str:
-    """Such as '64x64 fp16', and for other kernels than 3x3x3 '64x64 fp16, K = 8, stride 2'."""
+    """Such as '64x64 fp16', and for other kernels than 3x3x3 '64x64 fp16, K = 8, stride 2 transposed'."""
     kernel, stride = row.get("kernel", 3), row.get("stride", 1)
     other = f", K = {kernel**3}" + (f", stride {stride}" if stride > 1 else "")
+    other += " transposed" if row.get("transposed") else ""
     return f"{row['ci']}x{row['co']} {row['dtype']}{other if (kernel, stride) != (3, 1) else ''}"
 
 

@@ -145,7 +145,7 @@ def _operators(raw: Result, origin: Result) -> Result:
             **found,
             **{
                 name: [{key: _figures(value) for key, value in row.items()} for row in found[name]]
-                for name in ("maps", "pools")
+                for name in ("maps", "pools", "moves")
             },
         }
         for scene, found in raw["scenes"].items()

@@ -615,6 +615,7 @@ def test_operators_are_measured_and_become_a_table(tmp_path: Path, device: torch
     coords -= coords.amin(0)  # what is measured begins at 0
     np.savez(tmp_path / "tiny.npz", coords=coords.numpy())
     options = ["--scene", str(tmp_path / "tiny.npz"), "--device", str(device), "--repeats", "2"]
+    operators.POINTS = {"cpu": 700, "cuda": 700}
     assert operators.main([*options, "--out", str(out)]) == 0
     raw = json.loads(out.read_text())
     part = raw["scenes"]["tiny"]
@@ -636,7 +637,35 @@ def test_operators_are_measured_and_become_a_table(tmp_path: Path, device: torch
         for op in ("forward", "backward"):
             assert row[f"{op}_over_floor"] == pytest.approx(row[f"{op}_ms"] / row["floor_ms"])
 
+    moves = {(row["what"], row["channels"]): row for row in part["moves"]}
+    assert len(moves) == len(part["moves"]) == 2 + 4 + 5 + 12
+    points, batch = operators.scattered(coords.to(device), 700)
+    made, _ = voxmma.sparse_quantize(points, points, operators.VOXEL_SIZE, batch_index=batch)
+    assert not (~(made.coords[:, None] == coords.to(device)).all(2).any(1)).any()  # within the scene's voxels
+    word = 2 if device.type == "cuda" else 4
+    samples, n = int(coords[:, 0].max()) + 1, len(coords)
+    for key, moved, back in (
+        (("sparse_quantize, mean", 4), 700 * 40 + made.num_voxels * 32, 700 * 24 + made.num_voxels * 16),
+        (("devoxelise, trilinear", 32), 700 * 16 + 16 * n + 32 * word * (700 + n), 32 * word * (700 + n)),
+        (("global max pool", 64), 64 * word * (n + samples), 64 * word * (n + samples)),
+        (("unpool, 2x2x2", 128), 128 * word * (n + halves), 128 * word * (n + halves)),
+        (("downsample, 2", 0), 16 * (n + halves), None),
+    ):  # fmt: skip
+        row = moves[key]
+        assert row["floor_ms"] == pytest.approx(moved / raw["bandwidth"] / 1e6)
+        assert row.get("backward_floor_ms") == (back and pytest.approx(back / raw["bandwidth"] / 1e6))
+    for row in moves.values():
+        assert row["wall_ms"] > 0 and (row["waits"] is None) == (device.type == "cpu")
+        assert ("ms" in row) == (not row["waits"])
+        assert row["over_floor"] == pytest.approx(row.get("ms", row["wall_ms"]) / row["floor_ms"])
+    if device.type == "cuda":
+        assert all(
+            row["waits"] == 0 for (what, _), row in moves.items() if "pool" in what or "lookup" in what
+        )
+
     def take(name: str, commit: str) -> Any:
+        part["moves"][0] |= {"waits": 3, "wall_ms": 0.123}
+        part["moves"][0].pop("ms", None)
         part["pools"][0] |= {"spconv_forward_ms": 0.1234, "spconv_backward_ms": 0.5}
         part["pools"][1]["spconv_error"] = "RuntimeError: no"
         given = {**raw, "device": "Card", "driver": "9.9", "spconv": "2.3", "scenes": {name: part}}
@@ -655,6 +684,11 @@ def test_operators_are_measured_and_become_a_table(tmp_path: Path, device: torch
     line = next(line for line in text.splitlines() if line.startswith("| max, k2s2 | 32 "))
     assert line.split(" | ")[5] == "0.1234" and line.endswith(" | 0.5000 |")
     assert "* RuntimeError: no: max, k2s2, C = 64" in text and "commit def, 2026-01-01" in text
+    line = next(
+        line for line in text.splitlines() if line.startswith("| sparse_quantize, mean (1) | 4 fp32 ")
+    )
+    assert line.split(" | ")[3:6] == ["–", "0.123", "3"] and "(1) points, their samples" in text
+    assert "| downsample, 2 (3) |  | " in text
     assert stored == take("other", "def")  # the same scene again: replaced
 
 

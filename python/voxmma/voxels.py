@@ -592,9 +592,10 @@ def _merge(
     if reduce == "first":
         return coord_set, feats[order[start]]
     combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce, torch.add)
-    values = feats[order]
+    wide = feats.dtype
     if combine is torch.add:
-        values = values.to(torch.float32 if feats.dtype in (torch.float16, torch.bfloat16) else torch.float64)
+        wide = torch.float32 if feats.dtype in (torch.float16, torch.bfloat16) else torch.float64
+    values = feats if longest > 1 else feats[order].to(wide)
     size = torch.cat([start, start.new_full((1,), len(keys))]).diff()
     remaining, count = size, len(start)
     while longest > 1:
@@ -611,7 +612,10 @@ def _merge(
         paired = used & (left + 1 < begin + remaining[key])
         left = torch.where(used, left, rows)
         right = torch.where(paired, left + 1, left)
-        values = torch.where(paired.unsqueeze(1), combine(values[left], values[right]), values[left])
+        if values is feats:  # the first round sorts on the way
+            left, right = order[left], order[right]
+        first, second = values[left].to(wide), values[right].to(wide)
+        values = torch.where(paired.unsqueeze(1), combine(first, second), first)
         remaining, longest = after, (longest + 1) // 2
     values = values[:count]
     if reduce == "mean":

@@ -70,7 +70,7 @@ def _row(entry: Result) -> Result:
 # ---- voxmma bench peers ------------------------------------------------------------------------------------
 
 #: Fields of a row that name it, in the names of result files.
-_PEER_KEY = ("lib", "variant", "ci", "co", "kernel", "stride", "dtype")
+_PEER_KEY = ("lib", "variant", "ci", "co", "kernel", "stride", "dtype", "transposed")
 _PEER_SAME = ("commit", "driver", "torch", "voxels", "repeats")
 
 
@@ -88,7 +88,7 @@ def _peers(raw: Result, former: Result, origin: Result) -> Result:
         }
         known = scenes.get(scene, {})
         same = all(known.get(name) == part[name] for name in _PEER_SAME) and "rates" in known
-        rows = {tuple(row[name] for name in _PEER_KEY): row for row in known["rows"]} if same else {}
+        rows = {_peer_key(row): row for row in known["rows"]} if same else {}
         failed = dict(known["failed"]) if same else {}
         pairs = known["pairs"] if same else 0
         for given in raw["rows"]:
@@ -99,8 +99,8 @@ def _peers(raw: Result, former: Result, origin: Result) -> Result:
                 for name, value in given.items()
                 if name not in ("scene", "voxels")
             }
-            key = tuple(row[name] for name in _PEER_KEY)
-            label = "{} {} {}x{} k{}s{} {}".format(*key)
+            key = _peer_key(row)
+            label = "{} {} {}x{} k{}{}{} {}".format(*key[:5], "t" if key[-1] else "s", *key[5:7])
             rows.pop(key, None)
             failed.pop(label, None)
             if "left_out" in row:
@@ -116,9 +116,15 @@ def _peers(raw: Result, former: Result, origin: Result) -> Result:
     return scenes
 
 
+def _peer_key(row: Result) -> tuple[Any, ...]:
+    """What names a row; those of before there were transposed layers do not say that they are none."""
+    return tuple(row.get(name, False) if name == "transposed" else row[name] for name in _PEER_KEY)
+
+
 def _by_layer(row: Result) -> tuple[Any, ...]:
-    """Submanifold layers by kernel, strided ones after them, small ones first."""
-    return row["stride"], row["kernel"], row["dtype"], row["ci"] * row["co"], row["ci"]
+    """Submanifold layers by kernel, strided and then transposed ones after them, small ones first."""
+    kind = row.get("transposed", False), row["stride"], row["kernel"]
+    return *kind, row["dtype"], row["ci"] * row["co"], row["ci"]
 
 
 def _figures(value: Any) -> Any:
@@ -139,7 +145,7 @@ def _operators(raw: Result, origin: Result) -> Result:
             **found,
             **{
                 name: [{key: _figures(value) for key, value in row.items()} for row in found[name]]
-                for name in ("maps", "pools")
+                for name in ("maps", "pools", "moves")
             },
         }
         for scene, found in raw["scenes"].items()

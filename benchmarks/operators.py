@@ -1,4 +1,4 @@
-"""Times of coordinate sets, kernel maps and pooling, which `voxmma bench peers` does not measure.
+"""Times of coordinate sets, maps, pooling and voxelisation, which `voxmma bench peers` does not measure.
 
     python benchmarks/operators.py --scene surface --scene scan.npz --out operators.json
 
@@ -6,7 +6,9 @@ Maps: wall times from an idle device to an idle device, host included, everythin
 host waits for the GPU meanwhile. Pooling: device times with cold caches and launching hidden, fp16 on a GPU,
 fp32 on a CPU; the floor is features (or gradients) and for max one byte an output, which input it took, each
 read or written once at the bandwidth of a copy. Beside it on a GPU, where spconv can be imported, its pooling
-functions with their pairs already built. benchmarks/collect.py adds the file to benchmarks/results.
+functions with their pairs already built. Moves (points into voxels and back, coordinate operations, global
+pooling, unpooling): each row says what its floor counts. benchmarks/collect.py adds the file to
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import typer
 from torch import Tensor
 
-from voxmma import bench, doctor, peers, roofline, tunecache
+from voxmma import bench, coordops, doctor, peers, roofline, tunecache
 from voxmma.coords import CoordSet
 from voxmma.kernel_map import held_bytes, kernel_map
 from voxmma.nn import functional as F
@@ -35,6 +37,8 @@ from voxmma.voxels import Voxels
 CHANNELS = (32, 64, 128)
 WINDOWS = ((2, 2), (3, 2))  # kernel size, stride
 LEVELS = 5
+POINTS = {"cuda": 1_000_000, "cpu": 10_000}
+VOXEL_SIZE = 0.05
 
 Row = dict[str, Any]
 
@@ -186,6 +190,144 @@ def measure_pools(problem: peers.Problem, clock: Clock, bandwidth: float) -> lis
     return rows
 
 
+# ---- points, coordinates, samples --------------------------------------------------------------------------
+
+
+class Move(NamedTuple):
+    """An operation that only moves data, with the bytes that it cannot avoid."""
+
+    what: str
+    channels: int
+    run: Callable[[], Any]
+    moved: int
+    """bytes"""
+    counted: str
+    """what they are"""
+    dtype: torch.dtype | None = None
+    """of the features"""
+    feats: Tensor | None = None
+    """what there is a gradient for"""
+    moved_back: int = 0
+
+
+def scattered(coords: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """fp32 points (count, 3) within voxels drawn with repetition, in no order, and their samples."""
+    generator = torch.Generator(coords.device).manual_seed(1)
+    rows = torch.randint(len(coords), (count,), generator=generator, device=coords.device)
+    within = torch.rand(count, 3, generator=generator, device=coords.device)
+    return (coords[rows, 1:] + within) * VOXEL_SIZE, coords[rows, 0].contiguous()
+
+
+def point_moves(known: CoordSet, dtype: torch.dtype) -> Iterator[Move]:
+    """Voxelisation and its opposite."""
+    points, batch = scattered(known.coords, POINTS[known.device.type])
+    n, samples = len(points), known.batch_size
+    for c, kind in ((4, torch.float32), (32, dtype)):
+        word = kind.itemsize
+        feats = torch.randn(n, c, device=known.device, dtype=kind, requires_grad=True)
+
+        def quantise(feats: Tensor = feats) -> Tensor:
+            given = {"batch_index": batch, "batch_size": samples}
+            return coordops.sparse_quantize(points, feats, VOXEL_SIZE, **given)[0].feats
+
+        made = len(quantise())
+        yield Move(
+            "sparse_quantize, mean", c, quantise,
+            n * (12 + 4 + c * word + 8) + made * (16 + c * word),
+            "points, their samples and features read; coordinates and features of voxels and the rows "
+            "of the points written",
+            kind, feats, n * (8 + c * word) + made * c * word,
+        )  # fmt: skip
+    for mode, c in itertools.product(("nearest", "trilinear"), (4, 32)):
+        word = dtype.itemsize
+        x = Voxels(known, torch.randn(known.num, c, device=known.device, dtype=dtype, requires_grad=True))
+        both = (n + known.num) * c * word
+        yield Move(
+            f"devoxelise, {mode}", c,
+            lambda x=x, mode=mode: coordops.devoxelise(x, points, VOXEL_SIZE, mode, batch_index=batch),
+            n * (12 + 4) + 16 * known.num + both,
+            "points, their samples, coordinates and features of all voxels read; features of points written",
+            dtype, x.feats, both,
+        )  # fmt: skip
+
+
+def sample_moves(known: CoordSet, dtype: torch.dtype) -> Iterator[Move]:
+    """Global pooling and unpooling, with what is kept for a coordinate set already made."""
+    word = dtype.itemsize
+    down = kernel_map(known, 2, stride=2).out_coords
+    for c in CHANNELS:
+        x = Voxels(known, torch.randn(known.num, c, device=known.device, dtype=dtype, requires_grad=True))
+        moved = (known.num + known.batch_size) * c * word
+        for kind in ("max", "avg", "sum"):
+            pool = getattr(F, f"global_{kind}_pool")
+            yield Move(
+                f"global {kind} pool", c, lambda x=x, pool=pool: pool(x), moved,
+                "features read, a row a sample written", dtype, x.feats, moved,
+            )  # fmt: skip
+        coarse = Voxels(down, torch.randn(down.num, c, device=known.device, dtype=dtype, requires_grad=True))
+        moved = (known.num + down.num) * c * word
+        yield Move(
+            "unpool, 2x2x2", c, lambda x=coarse: F.unpool(x, 2, coords=known).feats, moved,
+            "features read and written", dtype, coarse.feats, moved,
+        )  # fmt: skip
+
+
+def coordinate_moves(known: CoordSet, dtype: torch.dtype) -> Iterator[Move]:
+    """Sets from sets, rows from rows."""
+    n, device = known.num, known.device
+    other = CoordSet(known.coords + torch.tensor([0, 1, 0, 0], dtype=torch.int32, device=device))
+    for what, made, read in (
+        ("downsample, 2", lambda: coordops.downsample(known, 2), n),
+        ("union with itself moved by a voxel", lambda: coordops.union(known, other), 2 * n),
+        ("intersection with itself moved by a voxel", lambda: coordops.intersection(known, other), 2 * n),
+    ):
+        yield Move(what, 0, made, 16 * (read + made().num), "coordinates read and written")
+    queries = known.coords[torch.randperm(n, device=device)]
+    yield Move(
+        "lookup of all voxels in random order", 0, lambda: coordops.lookup(known, queries), 40 * n,
+        "coordinates and queries read, rows written",
+    )  # fmt: skip
+    c = 32
+    x = Voxels(known, torch.randn(n, c, device=device, dtype=dtype, requires_grad=True))
+    mask = torch.rand(n, device=device) < 0.5
+    kept = int(mask.sum())
+    yield Move(
+        "prune to a half", c, lambda: coordops.prune(x, mask).feats,
+        n + 2 * kept * (16 + c * dtype.itemsize),
+        "the mask read, coordinates and features of voxels that stay read and written",
+        dtype, x.feats, (n + kept) * c * dtype.itemsize,
+    )  # fmt: skip
+
+
+def measure_move(move: Move, clock: Clock, bandwidth: float) -> Row:
+    """Times of one operation and of its gradient, in ms, with their floors; bandwidth in GB/s."""
+    names = {torch.float16: "fp16", torch.float32: "fp32", None: ""}
+    row: Row = {"what": move.what, "channels": move.channels, "dtype": names[move.dtype]}
+    row |= {"counted": move.counted, "floor_ms": move.moved / bandwidth / 1e6}
+    move.run()  # makes what is kept for a coordinate set
+    row["waits"] = waits(lambda given: move.run(), None, clock.device)
+    row["wall_ms"] = clock.wall(lambda i: move.run()).ms
+    if not row["waits"]:  # else a time of the device alone cannot be told from the host's
+        row["ms"] = clock(lambda i: move.run(), cold=True).ms
+    row["over_floor"] = row.get("ms", row["wall_ms"]) / row["floor_ms"]
+    if move.feats is not None:
+        y = move.run()
+        dy = torch.randn_like(y)
+        taken = clock(lambda i: torch.autograd.grad(y, move.feats, dy, retain_graph=True), cold=True)
+        row["backward_floor_ms"] = move.moved_back / bandwidth / 1e6
+        row["backward_ms"], row["backward_over_floor"] = taken.ms, taken.ms / row["backward_floor_ms"]
+    return row
+
+
+def measure_moves(coords: Tensor, batch_size: int, clock: Clock, bandwidth: float) -> list[Row]:
+    """A row an operation on coords (N, 4)."""
+    dtype = torch.float16 if clock.device.type == "cuda" else torch.float32
+    known = CoordSet(coords, batch_size)
+    makers = (point_moves, coordinate_moves, sample_moves)
+    moves = itertools.chain.from_iterable(make(known, dtype) for make in makers)
+    return [measure_move(move, clock, bandwidth) for move in moves]
+
+
 # ---- command line ------------------------------------------------------------------------------------------
 
 
@@ -225,7 +367,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name, coords in scenes.items():
         problem = peers.Problem(coords, device)
         part = measure_maps(problem.coords, clock)
-        result["scenes"][name] = {**part, "pools": measure_pools(problem, clock, result["bandwidth"])}
+        part["pools"] = measure_pools(problem, clock, result["bandwidth"])
+        part["moves"] = measure_moves(problem.coords, problem.batch_size, clock, result["bandwidth"])
+        result["scenes"][name] = part
         given.out.write_text(json.dumps(result, indent=1) + "\n")  # a run that is cut short keeps its scenes
         print(f"{name}: {len(coords):,} voxels, written to {given.out}", flush=True)
     return 0

@@ -101,9 +101,10 @@ def _fastest(rows: list[Result], lib: str, what: str) -> float | None:
 
 
 def _shape(row: Result) -> str:
-    """Such as '64x64 fp16', and for other kernels than 3x3x3 '64x64 fp16, K = 8, stride 2'."""
+    """Such as '64x64 fp16', and for other kernels than 3x3x3 '64x64 fp16, K = 8, stride 2 transposed'."""
     kernel, stride = row.get("kernel", 3), row.get("stride", 1)
     other = f", K = {kernel**3}" + (f", stride {stride}" if stride > 1 else "")
+    other += " transposed" if row.get("transposed") else ""
     return f"{row['ci']}x{row['co']} {row['dtype']}{other if (kernel, stride) != (3, 1) else ''}"
 
 
@@ -248,7 +249,7 @@ def scaling_table(results: list[Result]) -> str:
 
 
 def operators_table(results: list[Result]) -> str:
-    """Coordinate sets, kernel maps and pooling, per card and scene."""
+    """Coordinate sets, kernel maps, pooling and what only moves data, per card and scene."""
     blocks = []
     for result in results:
         for scene, part in result.get("operators", {}).items():
@@ -290,10 +291,37 @@ def operators_table(results: list[Result]) -> str:
                 _markdown(["what is made", "median ms", "least ms", "waits for the GPU"], made),
                 _markdown(header, pools),
             ]
+            tables.insert(2, _moves_table(part["moves"]))
             failed = [f"* {why}: {', '.join(labels)}" for why, labels in reasons.items()]
             tables += ["spconv failed:", "\n".join(failed)] if failed else []
             blocks.append("\n\n".join([caption, *tables]))
     return "\n\n".join(blocks) or "No run of `benchmarks/operators.py` has been recorded yet."
+
+
+def _moves_table(moves: list[Result]) -> str:
+    """Operations that only move data, and what their floors count."""
+    rows, notes = [], {}
+    for row in moves:
+        mark = notes.setdefault(row["counted"], len(notes) + 1)
+        rows.append(
+            [
+                f"{row['what']} ({mark})",
+                f"{row['channels']} {row['dtype']}" if row["channels"] else "",
+                _number(row["floor_ms"], ".4f"),
+                _number(row.get("ms"), ".4f"),
+                _number(row["wall_ms"], ".3f"),
+                _number(row["waits"], "d"),
+                _number(row["over_floor"], ".2f"),
+                _number(row.get("backward_ms"), ".4f"),
+                _number(row.get("backward_over_floor"), ".2f"),
+            ]
+        )
+    header = [
+        "operation", "C", "floor ms", "device ms", "wall ms", "waits for the GPU", "time / floor",
+        "backward ms", "time / floor",
+    ]  # fmt: skip
+    said = " ".join(f"({mark}) {text}." for text, mark in notes.items())
+    return f"{_markdown(header, rows)}\n\nFloors count, once each: {said}"
 
 
 # ---- accuracy ----------------------------------------------------------------------------------------------

@@ -151,6 +151,15 @@ def test_pairs_found_with_torch_are_those_of_the_library(kernel: int, stride: in
     assert torch.equal(mapping.out_coords.coords, problem.outputs(layer))
     for (rows, out), (rows_, out_) in zip(problem.pairs(layer), mapping.pairs(), strict=True):
         assert torch.equal(rows, rows_) and torch.equal(out, out_)
+    if stride > 1:
+        back, onto = Layer(4, 4, kernel, stride, transposed=True), mapping.transposed()
+        assert problem.inputs(back) is problem.outputs(layer) and problem.outputs(back) is problem.coords
+        assert torch.equal(onto.in_coords.coords, problem.inputs(back))
+        assert torch.equal(onto.out_coords.coords, problem.outputs(back))
+        for (rows, out), (rows_, out_) in zip(problem.pairs(back), onto.pairs(), strict=True):
+            assert set(zip(rows.tolist(), out.tolist(), strict=True)) == set(
+                zip(rows_.tolist(), out_.tolist(), strict=True)
+            )
 
 
 def test_prepared_coordinates() -> None:
@@ -185,6 +194,68 @@ def test_gpu_libraries_say_that_they_need_one() -> None:
         peers.ADAPTERS["torch"](problem, Layer(4, 4), "other")
 
 
+def test_spconv_transposes_on_the_map_of_its_strided_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for spconv, whose rows beyond are in an order of its own."""
+    problem = Problem(peers.prepared(random_coords(80, 6, batch=2).numpy()), CPU)
+    layer, made = Layer(4, 6, 2, 2, "fp32", True), {"map": 0}
+    cells = problem.inputs(layer)
+    order = torch.randperm(len(cells), generator=torch.Generator().manual_seed(1))
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+
+    class Tensor:
+        def __init__(self, features: Any, indices: Any, shape: Any, batch: int, maps: Any = None) -> None:
+            self.features, self.indices, self.shape, self.batch = features, indices, shape, batch
+            self.maps = maps or {}
+
+        def replace_feature(self, features: torch.Tensor) -> Tensor:
+            return Tensor(features, self.indices, self.shape, self.batch, self.maps)
+
+    class Conv(torch.nn.Module):
+        def __init__(self, c_in: int, c_out: int, size: int, *, bias: bool, indice_key: str, algo: str,
+                     **options: int) -> None:  # fmt: skip
+            super().__init__()
+            assert not bias and algo == "implicit" and options in ({}, {"stride": 2, "padding": 0})
+            self.weight = torch.nn.Parameter(torch.zeros(c_out, size, size, size, c_in))
+            self.key = indice_key
+
+    class Down(Conv):
+        def forward(self, given: Tensor) -> Tensor:
+            assert len(given.features) == len(problem.coords) and not torch.is_grad_enabled()
+            assert all(side % 2 == 0 for side in given.shape)
+            made["map"] += 1
+            features = torch.zeros(len(cells), 8)
+            return Tensor(features, cells[order], given.shape, given.batch, {self.key: given.indices})
+
+    class Up(Conv):
+        def forward(self, given: Tensor) -> Tensor:
+            assert torch.equal(given.indices, cells[order])
+            w = self.weight.permute(1, 2, 3, 4, 0).flatten(0, 2)
+            y = torch.zeros(len(problem.coords), layer.c_out)
+            for k, (rows, out) in enumerate(problem.pairs(layer)):
+                y = y.index_add(0, out, given.features[place[rows]] @ w[k])
+            return Tensor(y, given.maps[self.key], given.shape, given.batch)
+
+    lib, constants = ModuleType("spconv.pytorch"), ModuleType("spconv.constants")
+    lib.SparseConvTensor, lib.SparseConv3d, lib.SparseInverseConv3d = Tensor, Down, Up  # type: ignore[attr-defined]
+    lib.ConvAlgo = SimpleNamespace(MaskImplicitGemm="implicit")  # type: ignore[attr-defined]
+    for module in (lib, constants):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(peers.Spconv, "needs_gpu", False)
+    adapter = peers.Spconv(problem, layer, "implicit")
+    row = peerbench.measure(adapter, peerbench.Data(problem, layer), RATES, 2)
+    assert max(row["rel_l2"]) < 1e-6 and row["map_ms"] >= 0
+    # Only fresh states make a map: one at the start, two times three of a step and of a forward.
+    assert made["map"] == 7
+
+
+def test_adapters_without_transposed_layers_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(peers.prepared(surface_coords(4).numpy()), CPU)
+    for adapter in (peers.TorchSparse, peers.Minkowski, peers.WarpConvNet):
+        monkeypatch.setattr(adapter, "needs_gpu", False)
+        with pytest.raises(Unsupported, match="no transposed layer"):
+            adapter(problem, Layer(4, 4, 2, 2, transposed=True), adapter.variants[0])
+
+
 # ---- a row -------------------------------------------------------------------------------------------------
 
 
@@ -197,10 +268,10 @@ class Shuffled(peers.GatherGemm):
         super().setup()
         problem, layer = self.problem, self.layer
         generator = torch.Generator().manual_seed(1)
-        self.into = torch.randperm(problem.n_in, generator=generator)
-        outputs = problem.outputs(layer)
+        inputs, outputs = problem.inputs(layer), problem.outputs(layer)
+        self.into = torch.randperm(len(inputs), generator=generator)
         out = self.into if layer.stride == 1 else torch.randperm(len(outputs), generator=generator)
-        self.out, self.cells = out, outputs[out]
+        self.out, self.cells, self.rows = out, outputs[out], inputs[self.into]
 
     def forward(self, state: dict[str, Any], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         assert w.shape == (self.layer.c_out, *[self.layer.kernel] * 3, self.layer.c_in)
@@ -209,7 +280,7 @@ class Shuffled(peers.GatherGemm):
         return super().forward(state, x[unsorted], plain)[self.out]
 
     def in_coords(self, state: dict[str, Any]) -> torch.Tensor:
-        return self.problem.coords[self.into]
+        return self.rows
 
     def out_coords(self, state: dict[str, Any]) -> torch.Tensor:
         return self.cells
@@ -229,7 +300,10 @@ TIMED = ("forward", "backward", "dgrad", "wgrad")
 
 
 @pytest.mark.parametrize("adapter", [peers.Voxmma, peers.GatherGemm, Shuffled])
-@pytest.mark.parametrize("layer", [Layer(8, 12, 3, 1, "fp32"), Layer(8, 4, 2, 2, "fp32")])
+@pytest.mark.parametrize(
+    "layer",
+    [Layer(8, 12, 3, 1, "fp32"), *(Layer(8, 4, 2, 2, "fp32", transposed) for transposed in (False, True))],
+)
 def test_a_row_has_times_errors_and_floors(adapter: type[peers.Adapter], layer: Layer) -> None:
     problem = Problem(peers.prepared(random_coords(150, 8, batch=2).numpy()), CPU)
     data = peerbench.Data(problem, layer)
@@ -374,7 +448,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, 
             "--channels",
             "8x4",
             "--kernel",
-            "3,2s2",
+            "3,2s2,2t2",
             "--dtype",
             "fp32",
         ]
@@ -394,16 +468,20 @@ def test_a_spent_budget_leaves_rows_out() -> None:
 def test_peers_measures_every_library_in_its_process(run: tuple[dict[str, Any], str, Path]) -> None:
     result, text, folder = run
     assert result["absent"] == ["fvdb"] and result["scenes"] == {"tiny": 120}
-    rows = {(row["lib"], row["volume"]): row for row in result["rows"]}
-    assert set(rows) == {(lib, volume) for lib in ("voxmma", "torch", "spconv") for volume in (27, 8)}
+    rows = {(row["lib"], row["volume"], row["transposed"]): row for row in result["rows"]}
+    layers = [(27, False), (8, False), (8, True)]
+    assert set(rows) == {(lib, *layer) for lib in ("voxmma", "torch", "spconv") for layer in layers}
     for lib in ("voxmma", "torch"):
-        for volume in (27, 8):
-            row = rows[lib, volume]
+        assert rows[lib, 8, True]["out_voxels"] == 120 > rows[lib, 8, False]["out_voxels"]
+        assert rows[lib, 8, True]["pairs"] == rows[lib, 8, False]["pairs"]
+        for layer in layers:
+            row = rows[(lib, *layer)]
             assert max(row["rel_l2"]) < 1e-6 and row["forward_ms"] > 0 and row["forward_of_floor"] > 0
             assert (row["voxels"], row["c_in"], row["c_out"]) == (120, 8, 4) and "forward_cold_ms" not in row
-        assert rows[lib, 27]["pairs"] == rows["voxmma", 27]["pairs"]
-    assert rows["spconv", 27]["unsupported"] == "runs on a GPU only"
-    assert "not installed: fvdb" in text and "runs on a GPU only" in text and "8x4 k2s2 fp32" in text
+        assert rows[lib, 27, False]["pairs"] == rows["voxmma", 27, False]["pairs"]
+    assert rows["spconv", 27, False]["unsupported"] == "runs on a GPU only"
+    assert "not installed: fvdb" in text and "runs on a GPU only" in text
+    assert "8x4 k2s2 fp32" in text and "8x4 k2t2 fp32" in text
     assert (folder / "peers.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert result["rates"]["tflops"]["fp32"] > 0 and result["rates"]["bandwidth"] > 0
 
@@ -436,6 +514,7 @@ def test_fastest_peer_leaves_out_ourselves_and_the_yardstick() -> None:
     ]
     assert benchplots.fastest_peer(rows[0], rows, "forward_ms") == 2.0
     assert benchplots.fastest_peer({**rows[0], "scene": "t"}, rows, "forward_ms") is None
+    assert benchplots.fastest_peer({**rows[0], "transposed": True}, rows, "forward_ms") is None
 
 
 @pytest.mark.parametrize(
@@ -466,6 +545,11 @@ def test_scenes_from_files(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=why):
             bench.load_scenes([str(tmp_path / f"{name}.npz")], CPU)
     assert bench.parse_kernels("3,2s2,5") == [(3, 1), (2, 2), (5, 1)]
+    layers = [(3, 1, False), (2, 2, False), (2, 2, True), (3, 12, True)]
+    assert bench.parse_layers("3,2s2,2t2,3t12") == layers
+    for wrong in ("2t1", "2t", "t2", "2s2t2", ""):
+        with pytest.raises(ValueError, match="expected such as"):
+            bench.parse_layers(wrong)
 
 
 # ---- result files and tables -------------------------------------------------------------------------------
@@ -491,12 +575,20 @@ def test_figures_become_tables_and_plots(tmp_path: Path, run: tuple[dict[str, An
     assert (part["driver"], part["commit"], part["voxels"], part["pairs"]) == (
         "1.2", "abc", 120, raw["rows"][0]["pairs"]
     )  # fmt: skip
-    assert len(part["rows"]) == 4 and len(part["failed"]) == 2
+    assert len(part["rows"]) == 6 and len(part["failed"]) == 3
+    assert "spconv implicit 8x4 k2t2 fp32" in part["failed"]
     more = [{**row, "c_in": 16} for row in raw["rows"][:1]]
-    assert len(take("peers.json", rows=more)["rows"]) == 5  # added to those of the same commit
+    assert len(take("peers.json", rows=more)["rows"]) == 7  # added to those of the same commit
+    former = json.loads((folder / "card.json").read_text())
+    for row in former["scenes"]["tiny"]["rows"]:  # as they were before there were transposed layers
+        if not row["transposed"]:
+            del row["transposed"]
+    (folder / "card.json").write_text(json.dumps(former))
+    assert len(take("peers.json", rows=more)["rows"]) == 7
     results = tables.load(folder)
     speed = tables.speed_table(results)
     assert "| 8x4 fp32 |" in speed and "| 8x4 fp32, K = 8, stride 2 |" in speed and "of floor" in speed
+    assert "| 8x4 fp32, K = 8, stride 2 transposed |" in speed
     text = tables.peers_table(results)
     assert (
         "torch" in text and "GB/s" in text and "* runs on a GPU only: spconv implicit 8x4 k3s1 fp32" in text
@@ -523,6 +615,7 @@ def test_operators_are_measured_and_become_a_table(tmp_path: Path, device: torch
     coords -= coords.amin(0)  # what is measured begins at 0
     np.savez(tmp_path / "tiny.npz", coords=coords.numpy())
     options = ["--scene", str(tmp_path / "tiny.npz"), "--device", str(device), "--repeats", "2"]
+    operators.POINTS = {"cpu": 700, "cuda": 700}
     assert operators.main([*options, "--out", str(out)]) == 0
     raw = json.loads(out.read_text())
     part = raw["scenes"]["tiny"]
@@ -544,7 +637,35 @@ def test_operators_are_measured_and_become_a_table(tmp_path: Path, device: torch
         for op in ("forward", "backward"):
             assert row[f"{op}_over_floor"] == pytest.approx(row[f"{op}_ms"] / row["floor_ms"])
 
+    moves = {(row["what"], row["channels"]): row for row in part["moves"]}
+    assert len(moves) == len(part["moves"]) == 2 + 4 + 5 + 12
+    points, batch = operators.scattered(coords.to(device), 700)
+    made, _ = voxmma.sparse_quantize(points, points, operators.VOXEL_SIZE, batch_index=batch)
+    assert not (~(made.coords[:, None] == coords.to(device)).all(2).any(1)).any()  # within the scene's voxels
+    word = 2 if device.type == "cuda" else 4
+    samples, n = int(coords[:, 0].max()) + 1, len(coords)
+    for key, moved, back in (
+        (("sparse_quantize, mean", 4), 700 * 40 + made.num_voxels * 32, 700 * 24 + made.num_voxels * 16),
+        (("devoxelise, trilinear", 32), 700 * 16 + 16 * n + 32 * word * (700 + n), 32 * word * (700 + n)),
+        (("global max pool", 64), 64 * word * (n + samples), 64 * word * (n + samples)),
+        (("unpool, 2x2x2", 128), 128 * word * (n + halves), 128 * word * (n + halves)),
+        (("downsample, 2", 0), 16 * (n + halves), None),
+    ):  # fmt: skip
+        row = moves[key]
+        assert row["floor_ms"] == pytest.approx(moved / raw["bandwidth"] / 1e6)
+        assert row.get("backward_floor_ms") == (back and pytest.approx(back / raw["bandwidth"] / 1e6))
+    for row in moves.values():
+        assert row["wall_ms"] > 0 and (row["waits"] is None) == (device.type == "cpu")
+        assert ("ms" in row) == (not row["waits"])
+        assert row["over_floor"] == pytest.approx(row.get("ms", row["wall_ms"]) / row["floor_ms"])
+    if device.type == "cuda":
+        assert all(
+            row["waits"] == 0 for (what, _), row in moves.items() if "pool" in what or "lookup" in what
+        )
+
     def take(name: str, commit: str) -> Any:
+        part["moves"][0] |= {"waits": 3, "wall_ms": 0.123}
+        part["moves"][0].pop("ms", None)
         part["pools"][0] |= {"spconv_forward_ms": 0.1234, "spconv_backward_ms": 0.5}
         part["pools"][1]["spconv_error"] = "RuntimeError: no"
         given = {**raw, "device": "Card", "driver": "9.9", "spconv": "2.3", "scenes": {name: part}}
@@ -563,6 +684,11 @@ def test_operators_are_measured_and_become_a_table(tmp_path: Path, device: torch
     line = next(line for line in text.splitlines() if line.startswith("| max, k2s2 | 32 "))
     assert line.split(" | ")[5] == "0.1234" and line.endswith(" | 0.5000 |")
     assert "* RuntimeError: no: max, k2s2, C = 64" in text and "commit def, 2026-01-01" in text
+    line = next(
+        line for line in text.splitlines() if line.startswith("| sparse_quantize, mean (1) | 4 fp32 ")
+    )
+    assert line.split(" | ")[3:6] == ["–", "0.123", "3"] and "(1) points, their samples" in text
+    assert "| downsample, 2 (3) |  | " in text
     assert stored == take("other", "def")  # the same scene again: replaced
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -183,6 +184,52 @@ def test_sparse_quantize_uses_half_open_cells(device: torch.device, dtype: torch
     assert torch.equal(x.coords[rows][:, 1:].cpu(), cells)
     for row in range(x.num_voxels):
         assert torch.equal(x.feats[row].cpu(), feats[rows.cpu() == row].amax(0))
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum", "max", "min", "first"])
+@pytest.mark.parametrize("cells", [1, 3, 60])
+def test_merged_rows_are_a_balanced_tree_in_row_order(device: torch.device, reduce: str, cells: int) -> None:
+    coords = torch.zeros(157, 4, dtype=torch.int32)
+    coords[:, 1] = torch.randint(cells, (157,))
+    feats = torch.randn(157, 3).half()
+    combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce, torch.add)
+    expected = []
+    for cell in coords[:, 1].unique():
+        rows = list(
+            feats[coords[:, 1] == cell].to(feats.dtype if reduce in ("max", "min") else torch.float32)
+        )
+        count = len(rows)
+        while len(rows) > 1 and reduce != "first":
+            pairs = [combine(a, b) for a, b in zip(rows[::2], rows[1::2], strict=False)]
+            rows = [*pairs, *rows[2 * len(pairs) :]]
+        expected.append((rows[0] / count if reduce == "mean" else rows[0]).half())
+    made = coordops.unique(coords.to(device), feats.to(device), reduce)
+    assert torch.equal(made.feats.cpu(), torch.stack(expected))
+    assert made.coords[:, 1].tolist() == coords[:, 1].unique().tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copies", [1, 300])
+def test_gpu_waits_of_points_do_not_grow_with_them(copies: int) -> None:
+    points = torch.rand(500, 3, device="cuda").repeat(copies, 1)
+    feats, batch = torch.rand(len(points), 2, device="cuda"), torch.zeros_like(points[:, 0]).int()
+    x, _ = coordops.sparse_quantize(points, feats, 0.1, batch_index=batch, batch_size=1)
+    x.coord_set.sorted_keys()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            coordops.sparse_quantize(points, feats, 0.1, batch_index=batch, batch_size=1)
+            first = len([c for c in caught if "synchroniz" in str(c.message)])
+            coordops.devoxelise(x, points, 0.1, batch_index=batch)
+            second = len([c for c in caught if "synchroniz" in str(c.message)]) - first
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (first, second) == (
+        3,
+        2,
+    )  # samples, points, numbers of voxels and of points in one; samples, points
 
 
 def test_sparse_quantize_of_samples(device: torch.device) -> None:

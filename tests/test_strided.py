@@ -610,6 +610,11 @@ def test_gpu_waits_once_for_new_coordinates() -> None:
             second = len([c for c in caught if "synchroniz" in str(c.message)]) - first
             voxmma.kernel_map(x, 3)
             third = len([c for c in caught if "synchroniz" in str(c.message)]) - first - second
+            lower = spatially_sparse_conv(x, torch.ones(27, 2, 2, device="cuda"), 3, stride=2)
+            fourth = len([c for c in caught if "synchroniz" in str(c.message)]) - first - second - third
+            sparse_conv_transpose(lower, torch.ones(27, 2, 2, device="cuda"), 3, stride=2)
+            fifth = len([c for c in caught if "synchroniz" in str(c.message)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert (first, second, third) == (1, 0, 1)  # how many voxels; nothing; how large a plan
+    assert (fourth, fifth - first - second - third - fourth) == (1, 0)  # overlapping windows: the same

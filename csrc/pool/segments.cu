@@ -9,7 +9,7 @@ namespace {
 using namespace detail;
 
 constexpr int kThreads = 128;
-constexpr int kFlight = 8;  // rows a thread has on their way
+constexpr int kFlight = 16;  // rows a thread has on their way, and as many numbers of the rows after them
 
 struct Item {
   int64_t block, begin, end;
@@ -30,12 +30,21 @@ __global__ void __launch_bounds__(kThreads) sum_blocks(const SegmentArgs args) {
   if (index >= args.blocks * vecs) return;
   const Item item(args, index, vecs, n);
   const T* x = static_cast<const T*>(args.x) + item.column;
+  int64_t row[kFlight];
+#pragma unroll
+  for (int u = 0; u < kFlight; ++u) {
+    if (item.begin + u < item.end) row[u] = __ldg(args.rows + item.begin + u);
+  }
   A sum[n] = {};
   for (int64_t j = item.begin; j < item.end; j += kFlight) {
     Piece<T, n> value[kFlight];
 #pragma unroll
     for (int u = 0; u < kFlight; ++u) {
-      if (j + u < item.end) value[u].load(x + __ldg(args.rows + j + u) * args.ldx);
+      if (j + u < item.end) value[u].load(x + row[u] * args.ldx);
+    }
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) {
+      if (j + kFlight + u < item.end) row[u] = __ldg(args.rows + j + kFlight + u);
     }
 #pragma unroll
     for (int u = 0; u < kFlight; ++u) {
@@ -58,10 +67,14 @@ __global__ void __launch_bounds__(kThreads) argmax_blocks(const SegmentArgs args
   if (index >= args.blocks * vecs) return;
   const Item item(args, index, vecs, n);
   const T* x = static_cast<const T*>(args.x) + item.column;
-  const auto row_of = [&](int64_t j) {
+  const auto row_of = [&](int64_t j) -> int64_t {
+    if (j >= item.end) return -1;
     const int64_t row = __ldg(args.rows + j);
     return kCandidates ? __ldg(args.candidates + row * args.channels + item.column) : row;
   };
+  int64_t row[kFlight];
+#pragma unroll
+  for (int u = 0; u < kFlight; ++u) row[u] = row_of(item.begin + u);
   Extreme<true, T, n> largest(0);
   bool any = false;
   for (int64_t j = item.begin; j < item.end; j += kFlight) {
@@ -69,10 +82,11 @@ __global__ void __launch_bounds__(kThreads) argmax_blocks(const SegmentArgs args
     bool there[kFlight];
 #pragma unroll
     for (int u = 0; u < kFlight; ++u) {
-      const int64_t row = j + u < item.end ? row_of(j + u) : -1;
-      there[u] = row >= 0;
-      if (there[u]) value[u].load(x + row * args.ldx);
+      there[u] = row[u] >= 0;
+      if (there[u]) value[u].load(x + row[u] * args.ldx);
     }
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) row[u] = row_of(j + kFlight + u);
 #pragma unroll
     for (int u = 0; u < kFlight; ++u) {
       if (!there[u]) continue;

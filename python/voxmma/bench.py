@@ -56,6 +56,14 @@ def parse_kernels(text: str) -> list[tuple[int, int]]:
     return [(int(word[0]), int(word.partition("s")[2] or 1)) for word in text.split(",")]
 
 
+def parse_layers(text: str) -> list[tuple[int, int, bool]]:
+    """'3', '2s2', '2t2', with commas, as (kernel size, stride, transposed). ValueError for anything else."""
+    word = r"[1-9](s[1-9]\d{0,3}|t([2-9]|[1-9]\d{1,3}))?"
+    if not re.fullmatch(f"{word}(,{word})*", text):
+        raise ValueError(f"expected such as 3 or 3,2s2,2t2, got {text!r}")
+    return [(int(word[0]), int(word[2:] or 1), "t" in word) for word in text.split(",")]
+
+
 def load_scenes(names: Sequence[str], device: torch.device) -> dict[str, scenes.Array]:
     """Coordinates (N, 4) of scenes, by name: keys of `SCENES` in the size for `device`, or .npz files.
 

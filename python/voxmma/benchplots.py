@@ -47,8 +47,8 @@ def label(row: Row, rows: Iterable[Row]) -> str:
 
 
 def layer_name(row: Row) -> str:
-    """Such as '64x128 k3 fp16'."""
-    stride = f"s{row['stride']}" if row["stride"] > 1 else ""
+    """Such as '64x128 k3 fp16'; 't' instead of 's' before the stride of a transposed layer."""
+    stride = f"{'t' if row.get('transposed') else 's'}{row['stride']}" if row["stride"] > 1 else ""
     return f"{row['c_in']}x{row['c_out']} k{row['kernel']}{stride} {row['dtype']}"
 
 
@@ -59,12 +59,16 @@ def measured(rows: Iterable[Row]) -> list[Row]:
 
 def fastest_peer(row: Row, rows: Iterable[Row], what: str) -> float | None:
     """Least `what` among other libraries on the layer and scene of `row`."""
-    same = ("scene", "c_in", "c_out", "kernel", "stride", "dtype")
+
+    def layer(found: Row) -> list[Any]:
+        named = [found[key] for key in ("scene", "c_in", "c_out", "kernel", "stride", "dtype")]
+        return [*named, bool(found.get("transposed"))]
+
     return min(
         (
             other[what]
             for other in measured(rows)
-            if other["lib"] not in (row["lib"], "torch") and all(other[key] == row[key] for key in same)
+            if other["lib"] not in (row["lib"], "torch") and layer(other) == layer(row)
         ),
         default=None,
     )

@@ -3,7 +3,8 @@
 Row order, on CPU and GPU alike: a new coordinate set (`downsample`, `union`, `intersection`, `unique`,
 `sparse_quantize`, `from_dense`) is sorted by (batch, x, y, z); `prune`, `crop`, `batch` and `unbatch` keep
 the order of the rows they keep. Everything takes N = 0 and empty samples, and all that returns features is
-differentiable with respect to them. On a GPU each operation reads sizes back to the host once.
+differentiable with respect to them. On a GPU each operation reads sizes back to the host once, those on
+points also once for each check of values: samples in range, points finite and in range.
 """
 
 from __future__ import annotations

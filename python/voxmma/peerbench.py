@@ -75,22 +75,22 @@ class Data:
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(layer.dtype, torch.float32)
         generator = torch.Generator(device)
         generator.manual_seed(layer.c_in * 1_000_003 + layer.c_out * 1_009 + layer.volume)
-        n_out = len(problem.outputs(layer))
+        n_in, n_out = len(problem.inputs(layer)), len(problem.outputs(layer))
 
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
             made = torch.randn(shape, generator=generator, device=device).mul_(scale)
             return accuracy.quantise(made, "tf32") if layer.dtype == "tf32" else made.to(dtype)
 
         word = torch.finfo(dtype).bits // 8
-        self.sets = input_sets(device, (problem.n_in * layer.c_in + n_out * layer.c_out) * word)
+        self.sets = input_sets(device, (n_in * layer.c_in + n_out * layer.c_out) * word)
         self.w = draw(layer.volume, layer.c_in, layer.c_out, scale=(layer.volume * layer.c_in) ** -0.5)
-        self.x = [draw(problem.n_in, layer.c_in) for _ in range(self.sets)]
+        self.x = [draw(n_in, layer.c_in) for _ in range(self.sets)]
         self.dy = [draw(n_out, layer.c_out, scale=0.1) for _ in range(self.sets)]
         pairs = problem.pairs(layer)
         self.pairs = sum(len(rows) for rows, _ in pairs)
         self.references = (
             accuracy.reference_conv(self.x[0], self.w, pairs, n_out),
-            accuracy.reference_dgrad(self.dy[0], self.w, pairs, problem.n_in),
+            accuracy.reference_dgrad(self.dy[0], self.w, pairs, n_in),
             accuracy.reference_wgrad(self.x[0], self.dy[0], pairs),
         )
 
@@ -122,7 +122,7 @@ def measure(adapter: Adapter, data: Data, rates: Rates, repeats: int, cold: bool
     adapter.forward(state, data.x[0].clone().requires_grad_(), w)
     synchronise(device)
     row: dict[str, Any] = {"start_s": time.perf_counter() - began}
-    in_rows = _rows_of(adapter.in_coords(state), problem.coords)
+    in_rows = _rows_of(adapter.in_coords(state), problem.inputs(layer))
     out_rows = _rows_of(adapter.out_coords(state), problem.outputs(layer))
     xs = [(x if in_rows is None else x[in_rows]).detach().requires_grad_() for x in data.x]
     dys = [dy if out_rows is None else dy[out_rows] for dy in data.dy]
@@ -203,7 +203,7 @@ def measure(adapter: Adapter, data: Data, rates: Rates, repeats: int, cold: bool
             op,
             rates,
             pairs=data.pairs,
-            n_in=problem.n_in,
+            n_in=len(problem.inputs(layer)),
             n_out=len(problem.outputs(layer)),
             volume=layer.volume,
             c_in=layer.c_in,
@@ -434,8 +434,8 @@ def run(
     Returns:
         Plain data: environment, device, driver, rates (fields of roofline.Rates), scenes, repeats, absent
         (libraries that are not installed) and rows. A row names lib, variant, version, scene, voxels, c_in,
-        c_out, kernel, stride, volume, dtype, and holds `error`, `unsupported`, `left_out` or, times in ms as
-        `NAME_ms` with the tenth and ninetieth percentile in `NAME_spread_ms`:
+        c_out, kernel, stride, transposed, volume, dtype, and holds `error`, `unsupported`, `left_out` or,
+        times in ms as `NAME_ms` with the tenth and ninetieth percentile in `NAME_spread_ms`:
 
         - forward, backward, dgrad, wgrad on the device, inputs rotated; with `_cold`, caches flushed first.
           dgrad and wgrad are missing where the library computes both or none;
@@ -532,7 +532,10 @@ def peers(
     channels: Annotated[
         str, typer.Option(help="C or C_inxC_out, with commas.")
     ] = "16,32,64,96,128,256,32x64,128x64",
-    kernel: Annotated[str, typer.Option(help="Kernel sizes, s and stride behind it, such as 3,2s2,5.")] = "3",
+    kernel: Annotated[
+        str,
+        typer.Option(help="Kernel sizes, s and stride behind, t if transposed: 3,2s2,2t2."),
+    ] = "3",
     dtype: Annotated[str, typer.Option(help="fp16, bf16, tf32, fp32, with commas.")] = "fp16",
     libs: Annotated[str | None, typer.Option(help="NAME or NAME:VARIANT, with commas. Default: all.")] = None,
     device: Annotated[
@@ -566,9 +569,9 @@ def peers(
             if word not in roofline.BYTES:
                 raise ValueError(f"dtype: {word!r} is none of {', '.join(roofline.BYTES)}")
         layers = [
-            Layer(c_in, c_out, size, stride, word)
+            Layer(c_in, c_out, size, stride, word, transposed)
             for word in dtypes
-            for size, stride in bench.parse_kernels(kernel)
+            for size, stride, transposed in bench.parse_layers(kernel)
             for c_in, c_out in bench.parse_channels(channels)
         ]
         scenes = bench.load_scenes(scene or ["surface", "lidar"], target)

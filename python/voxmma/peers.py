@@ -33,13 +33,17 @@ class Unsupported(RuntimeError):
 
 @dataclass(frozen=True)
 class Layer:
-    """What is measured: a cubic kernel without bias; stride 1 is submanifold."""
+    """What is measured: a cubic kernel without bias; stride 1 is submanifold.
+
+    A transposed layer goes from the cells that the strided layer of its kernel reaches back onto the scene.
+    """
 
     c_in: int
     c_out: int
     kernel: int = 3
     stride: int = 1
     dtype: str = "fp16"
+    transposed: bool = False
 
     @property
     def volume(self) -> int:
@@ -56,8 +60,8 @@ class Layer:
 
     @property
     def name(self) -> str:
-        """Such as '64x128 k3 fp16' or '64x64 k2s2 fp16'."""
-        stride = f"s{self.stride}" if self.stride > 1 else ""
+        """Such as '64x128 k3 fp16', '64x64 k2s2 fp16', and transposed '64x64 k2t2 fp16'."""
+        stride = f"{'t' if self.transposed else 's'}{self.stride}" if self.stride > 1 else ""
         return f"{self.c_in}x{self.c_out} k{self.kernel}{stride} {self.dtype}"
 
 
@@ -98,8 +102,8 @@ def lookup(coords: Tensor, queries: Tensor) -> Tensor:
 
 
 def reached(coords: Tensor, layer: Layer) -> Tensor:
-    """Output coordinates of a layer: `coords` themselves, or in order of (batch, x, y, z) all cells whose
-    kernel meets one of them."""
+    """Coordinates beyond a layer: `coords` themselves, or in order of (batch, x, y, z) all cells whose kernel
+    meets one of them."""
     if layer.stride == 1:
         return coords
     found = []
@@ -120,28 +124,33 @@ class Problem:
         self.batch_size = int(coords[:, 0].max(initial=-1)) + 1
         self.shape = [int(v) + 1 for v in coords[:, 1:].max(axis=0, initial=-1)]
         self._pairs: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._beyond: dict[tuple[int, int], Tensor] = {}
 
-    @property
-    def n_in(self) -> int:
-        return len(self.coords)
+    def _reached(self, layer: Layer) -> Tensor:
+        key = (layer.kernel, layer.stride)
+        if key not in self._beyond:
+            self._beyond[key] = reached(self.coords, layer)
+        return self._beyond[key]
+
+    def inputs(self, layer: Layer) -> Tensor:
+        """(N, 4) input coordinates: the scene, or what `reached` says for a transposed layer."""
+        return self._reached(layer) if layer.transposed else self.coords
 
     def outputs(self, layer: Layer) -> Tensor:
-        """(M, 4) output coordinates, see `reached`."""
-        key = (layer.kernel, layer.stride)
-        if key not in self._outputs:
-            self._outputs[key] = reached(self.coords, layer)
-        return self._outputs[key]
+        """(M, 4) output coordinates: the other way round."""
+        return self.coords if layer.transposed else self._reached(layer)
 
     def pairs(self, layer: Layer) -> list[tuple[Tensor, Tensor]]:
         """(input rows, output rows) of every offset, in voxmma's order of offsets."""
         key = (layer.kernel, layer.stride)
         if key not in self._pairs:
-            self._pairs = {key: _find_pairs(self.coords, self.outputs(layer), layer)}
-        return self._pairs[key]
+            self._pairs = {key: _find_pairs(self.coords, self._reached(layer), layer)}
+        found = self._pairs[key]
+        return [(out, rows) for rows, out in found] if layer.transposed else found
 
 
 def _find_pairs(coords: Tensor, outputs: Tensor, layer: Layer) -> list[tuple[Tensor, Tensor]]:
+    """Of a layer that is not transposed."""
     base = outputs * torch.tensor([1, *[layer.stride] * 3], device=coords.device)
     pairs = []
     for offset in layer.offsets():
@@ -179,6 +188,7 @@ class Adapter:
     """the weight's kernel axes are one"""
     needs_gpu: ClassVar[bool] = True
     strided: ClassVar[bool] = True
+    transposes: ClassVar[bool] = False
 
     def __init__(self, problem: Problem, layer: Layer, variant: str) -> None:
         if variant not in self.variants:
@@ -187,6 +197,8 @@ class Adapter:
             raise Unsupported("runs on a GPU only")
         if layer.stride > 1 and not self.strided:
             raise Unsupported("no strided layer with a kept map in this adapter")
+        if layer.transposed and not self.transposes:
+            raise Unsupported("no transposed layer in this adapter")
         self.problem, self.layer, self.variant = problem, layer, variant
         self.dtype = DTYPES[layer.dtype]
         self.setup()
@@ -235,6 +247,7 @@ class Voxmma(Adapter):
 
     package, distributions, needs_gpu, flat = "voxmma", ("voxmma",), False, True
     variants = ("fp32", "fp16")
+    transposes = True
 
     def setup(self) -> None:
         import voxmma
@@ -245,13 +258,16 @@ class Voxmma(Adapter):
 
     def forward(self, state: dict[str, Any], x: Tensor, w: Tensor) -> Tensor:
         if not state:
-            p = self.problem
-            state["voxels"] = self.lib.Voxels(p.coords, x.detach(), batch_size=p.batch_size)
+            coords = self.lib.CoordSet(self.problem.coords, self.problem.batch_size)
+            if self.layer.transposed:
+                coords = self.lib.kernel_map(coords, self.layer.kernel, stride=self.layer.stride).out_coords
+            state["voxels"] = self.lib.Voxels(coords, x.detach())
         made = self.lib.nn.functional.spatially_sparse_conv(
             state["voxels"].with_feats(x),
             w,
             self.layer.kernel,
             stride=self.layer.stride,
+            transposed=self.layer.transposed,
             use_fp16_accum=self.variant == "fp16",
         )
         state["out"] = made.coord_set
@@ -259,6 +275,9 @@ class Voxmma(Adapter):
             record = self.lib.explain(made)
             self.said = f"{record.tile}, {record.dgrad_tile}, {record.wgrad_tile}"
         return made.feats
+
+    def in_coords(self, state: dict[str, Any]) -> Tensor | None:
+        return state["voxels"].coords if self.layer.transposed else None
 
     def out_coords(self, state: dict[str, Any]) -> Tensor | None:
         return None if self.layer.stride == 1 else state["out"].coords
@@ -272,6 +291,7 @@ class GatherGemm(Adapter):
     there."""
 
     package, distributions, needs_gpu, flat = "torch", ("torch",), False, True
+    transposes = True
 
     def setup(self) -> None:
         class Function(torch.autograd.Function):
@@ -302,9 +322,11 @@ class GatherGemm(Adapter):
     def forward(self, state: dict[str, Any], x: Tensor, w: Tensor) -> Tensor:
         if not state:
             coords, layer = self.problem.coords, self.layer
-            state["out"] = reached(coords, layer)
-            state["pairs"] = _find_pairs(coords, state["out"], layer)
-        y: Tensor = self.function.apply(x, w, state["pairs"], len(state["out"]))
+            cells = reached(coords, layer)
+            pairs = _find_pairs(coords, cells, layer)
+            state["pairs"] = [(out, rows) for rows, out in pairs] if layer.transposed else pairs
+            state["n_out"] = len(coords if layer.transposed else cells)
+        y: Tensor = self.function.apply(x, w, state["pairs"], state["n_out"])
         return y
 
 
@@ -327,7 +349,7 @@ class Spconv(Adapter):
         "spconv",
     )
     variants: ClassVar[tuple[str, ...]] = ("implicit", "split", "native")
-    layout = "spconv"
+    layout, transposes = "spconv", True
 
     def setup(self) -> None:
         layer, root = self.layer, self.package
@@ -335,17 +357,24 @@ class Spconv(Adapter):
         constants: Any = importlib.import_module(f"{root}.constants")
         constants.SPCONV_ALLOW_TF32 = layer.dtype == "tf32"
         names = {"implicit": "MaskImplicitGemm", "split": "MaskSplitImplicitGemm", "native": "Native"}
-        if layer.stride > 1 and self.variant == "native":
+        if layer.stride > 1 and not layer.transposed and self.variant == "native":
             raise Unsupported("no strided layer with a kept map in this variant")
-        kind = self.sp.SubMConv3d if layer.stride == 1 else self.sp.SparseConv3d
-        strided: dict[str, Any] = {"stride": layer.stride, "padding": layer.origin}
-        options = strided if layer.stride > 1 else {}
+        options: dict[str, Any] = {
+            "bias": False, "indice_key": "map", "algo": getattr(self.sp.ConvAlgo, names[self.variant]),
+        }  # fmt: skip
         if layer.dtype in ("fp16", "bf16"):
             options["fp32_accum"] = True
-        self.conv = kind(
-            layer.c_in, layer.c_out, layer.kernel, bias=False, indice_key="map",
-            algo=getattr(self.sp.ConvAlgo, names[self.variant]), **options,
-        )  # fmt: skip
+        strided = {"stride": layer.stride, "padding": layer.origin, **options}
+        if layer.transposed:
+            self.conv = self.sp.SparseInverseConv3d(layer.c_in, layer.c_out, layer.kernel, **options)
+            # A map comes from a strided layer only. Few channels: its convolution is beside the point.
+            self.down = self.sp.SparseConv3d(8, 8, layer.kernel, **strided)
+            self.down.to(self.problem.device, self.dtype).train()
+            self.fine = torch.zeros(len(self.problem.coords), 8, dtype=self.dtype, device=self.problem.device)
+        elif layer.stride > 1:
+            self.conv = self.sp.SparseConv3d(layer.c_in, layer.c_out, layer.kernel, **strided)
+        else:
+            self.conv = self.sp.SubMConv3d(layer.c_in, layer.c_out, layer.kernel, **options)
         self.conv.to(self.problem.device, self.dtype).train()
         self.shape = spconv_shape(self.problem, layer)
 
@@ -356,11 +385,19 @@ class Spconv(Adapter):
     def forward(self, state: dict[str, Any], x: Tensor, w: Tensor) -> Tensor:
         if not state:
             p = self.problem
+            if self.layer.transposed:
+                with torch.no_grad():
+                    fine = self.sp.SparseConvTensor(self.fine, p.coords, self.shape, p.batch_size)
+                    state["input"] = self.down(fine)
+                made = self.conv(state["input"].replace_feature(x))
+                state["out"] = made.indices
+                state["input"] = state["input"].replace_feature(x.detach())  # as below
+                return made.features
             made = self.conv(self.sp.SparseConvTensor(x, p.coords, self.shape, p.batch_size))
             state["out"], state["map"] = made.indices, made.find_indice_pair("map")
             state["input"] = made.replace_feature(x.detach())  # keeps no tensor alive but the map
             return made.features
-        if self.layer.stride == 1:
+        if self.layer.stride == 1 or self.layer.transposed:  # both take the map they are given
             return self.conv(state["input"].replace_feature(x)).features
         # A strided layer of spconv makes its map anew in each call; this is the rest of that call.
         m, conv, apply = state["map"], self.conv, self.sp.functional.implicit_gemm
@@ -370,6 +407,9 @@ class Spconv(Adapter):
             state["input"]._timer, conv.fp32_accum, None, conv.act_alpha, conv.act_beta, conv.act_type,
         )  # fmt: skip
         return y
+
+    def in_coords(self, state: dict[str, Any]) -> Tensor | None:
+        return state["input"].indices if self.layer.transposed else None
 
     def out_coords(self, state: dict[str, Any]) -> Tensor | None:
         return None if self.layer.stride == 1 else state["out"]

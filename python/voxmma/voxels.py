@@ -494,7 +494,11 @@ def grid_positions(
         raise ValueError(f"origin must be three finite numbers, got {origin!r}")
     # Division by a tensor: by a Python number CUDA multiplies with the rounded reciprocal instead.
     edges = tuple(edge * step for edge, step in zip(size, stride, strict=True))
-    shift, edge = (torch.tensor(v, dtype=torch.float64, device=points.device) for v in (origin, edges))
+    # Filled on the device: a copy from the host would wait for it.
+    shift, edge = (
+        torch.stack([torch.full((), v, dtype=torch.float64, device=points.device) for v in values])
+        for values in (origin, edges)
+    )
     return (points.detach().double() - shift) / edge
 
 
@@ -521,11 +525,10 @@ def join_samples(
                 f"on {batch_index.device}"
             )
         batch = batch_index.long()
-        outside = (batch < 0) | (batch > BATCH_MAX)
-        if bool(outside.any()):
-            row = int(torch.nonzero(outside)[0])
+        smallest, largest = torch.stack(batch.aminmax()).tolist() if len(batch) else (0, -1)
+        if smallest < 0 or largest > BATCH_MAX:
+            row = int(torch.nonzero((batch < 0) | (batch > BATCH_MAX))[0])
             raise ValueError(f"batch_index row {row} is {int(batch[row])}, it must be in 0..{BATCH_MAX}")
-        largest = int(batch.max()) if len(batch) else -1
         samples = resolve_batch_size(batch_size, largest, batch, "batch_index")
         return points, feats, batch, max(samples, 1) if batch_size is None else samples
     if batch_index is not None:
@@ -584,31 +587,58 @@ def _merge(
     each.
 
     Rows of a key are combined as a balanced tree in row order by elementwise operations, so every device
-    gives the same bits and the gradient is that of the elementwise operations.
+    gives the same bits and the gradient is that of the elementwise operations. One read-back: how many keys
+    there are, and how many rows the most frequent one has.
     """
     ordered, order = torch.sort(keys, stable=True)
-    found, size = torch.unique_consecutive(ordered, return_counts=True)
-    coord_set = CoordSet.trusted(unpack(found), samples)
+    start, longest = _runs(ordered)
+    coord_set = CoordSet.trusted(unpack(ordered[start]), samples)
     if reduce == "first":
-        return coord_set, feats[order[torch.cumsum(size, 0) - size]]
+        return coord_set, feats[order[start]]
     combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce, torch.add)
-    values = feats[order]
+    wide = feats.dtype
     if combine is torch.add:
-        values = values.to(torch.float32 if feats.dtype in (torch.float16, torch.bfloat16) else torch.float64)
-    remaining = size
-    while values.shape[0] > found.shape[0]:
-        # Ranks 0 1 2 3 4 of a key: (0,1) (2,3) (4) become the ranks 0 1 2 of the next round.
-        rows = torch.arange(values.shape[0], device=keys.device)
-        start = torch.repeat_interleave(torch.cumsum(remaining, 0) - remaining, remaining)
-        last = start + torch.repeat_interleave(remaining, remaining) - 1
-        left = torch.nonzero((rows - start) % 2 == 0).flatten()
-        paired = left < last[left]
+        wide = torch.float32 if feats.dtype in (torch.float16, torch.bfloat16) else torch.float64
+    values = feats if longest > 1 else feats[order].to(wide)
+    size = torch.cat([start, start.new_full((1,), len(keys))]).diff()
+    remaining, count = size, len(start)
+    while longest > 1:
+        # Ranks 0 1 2 3 4 of a key: (0,1) (2,3) (4) become the ranks 0 1 2 of the next round. How many rows
+        # that makes is not read back: there is room for the most there can be, and what is too much copies
+        # the rows before it, which nothing takes.
+        after, room = (remaining + 1) // 2, (len(values) + count) // 2
+        rows = torch.arange(room, device=keys.device)
+        unused = (room - after.sum()).unsqueeze(0)
+        key = torch.repeat_interleave(torch.cat([after, unused]), output_size=room)
+        used, key = key < count, key.clamp(max=count - 1)
+        begin = (torch.cumsum(remaining, 0) - remaining)[key]
+        left = begin + 2 * (rows - (torch.cumsum(after, 0) - after)[key])
+        paired = used & (left + 1 < begin + remaining[key])
+        left = torch.where(used, left, rows)
         right = torch.where(paired, left + 1, left)
-        values = torch.where(paired.unsqueeze(1), combine(values[left], values[right]), values[left])
-        remaining = (remaining + 1) // 2
+        if values is feats:  # the first round sorts on the way
+            left, right = order[left], order[right]
+        first, second = values[left].to(wide), values[right].to(wide)
+        values = torch.where(paired.unsqueeze(1), combine(first, second), first)
+        remaining, longest = after, (longest + 1) // 2
+    values = values[:count]
     if reduce == "mean":
         values = values / size.to(values.dtype).unsqueeze(1)
     return coord_set, values.to(feats.dtype)
+
+
+def _runs(ordered: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Where each run of equal values in `ordered` (N,) begins, int64, and the length of the longest."""
+    n = len(ordered)
+    if n == 0:
+        return ordered.new_empty(0, dtype=torch.int64), 0
+    fresh = torch.ones_like(ordered, dtype=torch.bool)
+    fresh[1:] = ordered[1:] != ordered[:-1]
+    run = torch.cumsum(fresh, 0) - 1
+    rows = torch.arange(n, device=ordered.device)
+    start = rows.new_zeros(n + 1).scatter_(0, torch.where(fresh, run, n), rows)  # the last takes the others
+    count, longest = (torch.stack([run[-1], (rows - start[run]).max()]) + 1).tolist()
+    return start[:count], longest
 
 
 # ---- pytree: torch.compile, torch.export and data loaders see the two tensors ------------------------------

@@ -271,8 +271,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       if (int(head.x) < 0) break;
       const uint32_t frag = lds_u32(smem_u + C::kFragAt + (rs.index * kFrags + lane % kFrags) * 4);
       const uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
-      // steps[j]: 8 bits, step i of the tile (rows 32 i ...) has a row with a neighbour; index[j]: local index of this
-      // lane's row of step 0
+      // steps_of[j]: bit 2 i: step i of the tile (rows 32 i ...) has a row with a neighbour; index_of[j]: address of the
+      // local index of this lane's row of step 0
       uint32_t steps_of[J], index_of[J];
 #pragma unroll
       for (int j = 0; j < J; ++j) {
@@ -290,8 +290,27 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           }
         }
         const uint32_t active = __ballot_sync(0xffffffffu, (frag & bits) != 0) & 0xffff;  // by 16 rows
-        steps_of[j] = active;
+        steps_of[j] = (active | active >> 1) & 0x5555;
       }
+      // Where the step that comes first in accumulators j0, j0 + 1, ... of a half has its local indices; else `none`.
+      auto first_step = [&](int half, int j0, uint32_t none) {
+        uint32_t at = none;
+#pragma unroll
+        for (int j = J - 1; j >= 0; --j) {
+          const uint32_t steps = steps_of[j] >> (half * 8) & 0xff;
+          if (j >= j0 && steps != 0) at = index_of[j] + half * C::kHalfRows * 2 + (__ffs(steps) - 1) * 32;
+        }
+        return at;
+      };
+      auto load = [&](uint32_t (&a)[4], int idx) {
+        ldmatrix_x4_trans(a, rows + idx * C::kRowBytes + swizzle<C::kRowBytes>(piece, idx) * 16);
+      };
+      // A step is 32 rows, two products; while they run, the indices and then A of the next step arrive.
+      const uint32_t nowhere = smem_u + C::kNoLocalAt + lane_row * 2;
+      const uint32_t second = first_step(1, 0, nowhere), begin = first_step(0, 0, second);
+      uint32_t a0[4], a1[4];
+      load(a0, lds_u16(begin));
+      load(a1, lds_u16(begin + 32));
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         wait_full(dy_full + ds.index * 8, ds.phase);
@@ -300,22 +319,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll
         for (int j = 0; j < J; ++j) {
           uint32_t steps = steps_of[j] >> (half * 8) & 0xff;
-          steps = (steps | steps >> 1) & 0x55;  // bit 2 i: step i of the half
           if (steps == 0) continue;
           const uint32_t index = index_of[j] + half * C::kHalfRows * 2;
-          auto load = [&](uint32_t (&a)[4], int idx) {
-            ldmatrix_x4_trans(a, rows + idx * C::kRowBytes + swizzle<C::kRowBytes>(piece, idx) * 16);
-          };
-          // A step is 32 rows, two products; while they run, the indices and then A of the next step arrive.
-          uint32_t a0[4], a1[4];
+          const uint32_t leave = first_step(half, j + 1, half == 0 ? second : nowhere);
           int at = __ffs(steps) - 1;  // in units of 16 rows
-          load(a0, lds_u16(index + at * 32));
-          load(a1, lds_u16(index + at * 32 + 32));
           while (steps != 0) {
             const uint64_t b = advance(desc, at * (16 * C::kDyRowBytes >> 4));
             steps &= steps - 1;
-            at = max(__ffs(steps) - 1, 0);
-            const int idx0 = lds_u16(index + at * 32), idx1 = lds_u16(index + at * 32 + 32);
+            at = __ffs(steps) - 1;
+            const uint32_t next = steps != 0 ? index + at * 32 : leave;
+            const int idx0 = lds_u16(next), idx1 = lds_u16(next + 32);
             acc[j].fence();
             cute::warpgroup_arrive();
             wgmma<AtomT>(acc[j], a0, b);

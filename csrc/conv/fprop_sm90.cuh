@@ -34,7 +34,7 @@ struct FpropConfig {
   static constexpr int kPair = CK == 32 ? 2 : 1;  // offsets of a stage: a step of 32 channels is over before it is set up
   static constexpr int kBlockBytes = BN * CK * 2;  // weights of one offset
   static constexpr int kWeightBytes = kPair * kBlockBytes;
-  static constexpr int kStages = kWeightBytes >= 16384 ? 4 : 8;  // a power of two
+  static constexpr int kStages = kWeightBytes >= 16384 ? 4 : kWeightBytes <= 4096 ? 16 : 8;  // a power of two
   static constexpr int kLocalBytes = kPassOffsets * kTileM * 2;
 
   // Shared memory, in bytes from a 1024-byte aligned base.
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
 #pragma unroll 1
           for (int chunk = 0; chunk < chunks; ++chunk) {
             wait_empty(row_empty + rs.index * 8, rs.phase);
-            ids.gather<C::kRowBytes, 0, kUniqueMax>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, src + chunk * C::kRowBytes,
+            ids.gather<C::kRowBytes, 0, kUniqueMax, 4>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, src + chunk * C::kRowBytes,
                                      pass.uniq_count, (args.c_in - chunk * CK + 7) / 8, gather_warp, lane);
             arrive_after_copies(row_full + rs.index * 8);
             rs.advance();
@@ -261,8 +261,6 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
             }
             while (more) {
               const uint32_t now = block;
-              more = todo != 0;
-              block = streamed + next_stage();
               const int stage = now % C::kStages;
               const uint64_t desc = advance(desc0, stage * (C::kWeightBytes >> 4));
               auto step = [&](int s) {
@@ -279,6 +277,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
               for (int s = kHalf; s < kSteps; ++s) step(s);
               cute::warpgroup_commit_batch();
               // The halves of A are refilled with the next offset's rows as their products finish.
+              more = todo != 0;
+              block = streamed + next_stage();
               cute::warpgroup_wait<1>();
 #pragma unroll
               for (int s = 0; s < kHalf; ++s) load(s);

@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         if (ahead >= 0) pass = load_pass(plan.passes + ahead);  // arrives while this pass is copied
         if (range.x < range.y && count > 0) {
           wait_empty(row_empty + rs.index * 8, rs.phase);
-          ids.gather<C::kRowBytes, 0, kUniqueMax>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, x, count,
+          ids.gather<C::kRowBytes, 0, kUniqueMax, 8>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, x, count,
                                                   x_valid, gather_warp, lane);
           arrive_after_copies(row_full + rs.index * 8);
           rs.advance();
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
             wait_empty(dy_empty + ds.index * 8, ds.phase);
 #pragma unroll 1
             for (int a = 0; a < BN / C::kDyAtom; ++a) {
-              dy_ids.gather<C::kDyRowBytes, half * C::kHalfRows, C::kHalfRows>(
+              dy_ids.gather<C::kDyRowBytes, half * C::kHalfRows, C::kHalfRows, 8>(
                   smem_u + C::kDyAt + ds.index * C::kDySlotBytes + a * C::kDyAtomBytes, dy + a * C::kDyRowBytes,
                   kTileM, (args.c_out - nb * BN - a * C::kDyAtom + 7) / 8, gather_warp, lane);
             }

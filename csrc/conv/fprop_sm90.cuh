@@ -31,8 +31,10 @@ struct FpropConfig {
   static constexpr int kRowSlots = 2;
   static constexpr int kPassSlots = 2;
   static constexpr int kRowSlotBytes = (kUniqueMax + 1) * kRowBytes;  // + the zero row
-  static constexpr int kWeightBytes = BN * CK * 2;
-  static constexpr int kStages = kWeightBytes >= 16384 ? 4 : 8;  // a power of two
+  static constexpr int kPair = CK == 32 ? 2 : 1;  // offsets of a stage: a step of 32 channels is over before it is set up
+  static constexpr int kBlockBytes = BN * CK * 2;  // weights of one offset
+  static constexpr int kWeightBytes = kPair * kBlockBytes;
+  static constexpr int kStages = kWeightBytes >= 16384 ? 4 : kWeightBytes <= 4096 ? 16 : 8;  // a power of two
   static constexpr int kLocalBytes = kPassOffsets * kTileM * 2;
 
   // Shared memory, in bytes from a 1024-byte aligned base.
@@ -125,14 +127,19 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
           // image[g][nb][offset][chunk]: `within` counts blocks of n fastest, then groups
           const int nb = within % blocks_n, g = within / blocks_n;
           const char* image = static_cast<const char*>(args.b) +
-                              (int64_t(g * blocks_n + nb) * plan.kernel_volume + pass.k_begin) * chunks * C::kWeightBytes;
+                              (int64_t(g * blocks_n + nb) * plan.kernel_volume + pass.k_begin) * chunks * C::kBlockBytes;
           for (int chunk = 0; chunk < chunks; ++chunk) {
-            for (uint32_t rest = used; rest != 0; rest &= rest - 1) {
-              const int k = __ffs(rest) - 1;
+            for (uint32_t rest = used; rest != 0;) {
               wait_empty(weight_empty + ws.index * 8, ws.phase);
               arrive_expect(weight_full + ws.index * 8, C::kWeightBytes);
-              bulk_copy(smem_u + C::kWeightAt + ws.index * C::kWeightBytes,
-                        image + int64_t(k * chunks + chunk) * C::kWeightBytes, C::kWeightBytes, weight_full + ws.index * 8);
+              int k = 0;
+#pragma unroll
+              for (int i = 0; i < C::kPair; ++i) {
+                if (rest != 0) k = __ffs(rest) - 1;  // an odd one out is there twice, to be multiplied by zeros
+                rest &= rest - 1;
+                bulk_copy(smem_u + C::kWeightAt + ws.index * C::kWeightBytes + i * C::kBlockBytes,
+                          image + int64_t(k * chunks + chunk) * C::kBlockBytes, C::kBlockBytes, weight_full + ws.index * 8);
+              }
               ws.advance();
             }
           }
@@ -155,7 +162,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
 #pragma unroll 1
           for (int chunk = 0; chunk < chunks; ++chunk) {
             wait_empty(row_empty + rs.index * 8, rs.phase);
-            ids.gather<C::kRowBytes, 0, kUniqueMax>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, src + chunk * C::kRowBytes,
+            ids.gather<C::kRowBytes, 0, kUniqueMax, 4>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, src + chunk * C::kRowBytes,
                                      pass.uniq_count, (args.c_in - chunk * CK + 7) / 8, gather_warp, lane);
             arrive_after_copies(row_full + rs.index * 8);
             rs.advance();
@@ -219,49 +226,70 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
             uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
             asm volatile("" : "+r"(rows));  // computed here, not again for every offset
             wait_full(row_full + rs.index * 8, rs.phase);
-            constexpr int kSteps = CK / 16, kHalf = kSteps / 2;
-            uint32_t a[kSteps][4];  // A of one offset: 16 rows a warp x CK
-            auto row_of = [&](int k) {
-              const int idx = lds_u16(local + k * (kTileM * 2));  // kMissing: the zero row
-              return (rows + idx * C::kRowBytes) | swizzle<C::kRowBytes>(lane_half, idx) * 16;
-            };
+            constexpr int kBlockSteps = CK / 16, kSteps = C::kPair * kBlockSteps, kHalf = kSteps / 2;
+            uint32_t a[kSteps][4];  // A of a stage: 16 rows a warp x CK of kPair offsets
             uint32_t todo = mine;
-            int next = __ffs(todo) - 1;
-            if (todo != 0) {
-              const uint32_t at = row_of(next);
+            uint32_t at[C::kPair];  // shared address of this lane's row of A, of the stage's offsets
+            // The next stage with an offset that the warpgroup uses: its number in the chunk.
+            auto next_stage = [&]() {
+              int k[C::kPair];
+              k[0] = max(__ffs(todo) - 1, 0);
+              uint32_t before = __popc(used & ((1u << k[0]) - 1));
+              if constexpr (C::kPair == 2) {
+                if (before % 2 != 0) k[0] = 31 - __clz(used & ((1u << k[0]) - 1));
+                const uint32_t above = used & ~((2u << k[0]) - 1);
+                k[1] = __ffs(above) - 1;  // -1: the odd one out
+                todo &= k[1] < 0 ? 0 : ~((2u << k[1]) - 1);
+                before /= 2;
+              } else {
+                todo &= todo - 1;
+              }
 #pragma unroll
-              for (int s = 0; s < kSteps; ++s) ldmatrix_x4(a[s], at ^ (32 * s));  // piece 2 s + lane_half
+              for (int i = 0; i < C::kPair; ++i) {
+                const int idx = k[i] < 0 ? kMissing : lds_u16(local + k[i] * (kTileM * 2));  // kMissing: the zero row
+                at[i] = (rows + idx * C::kRowBytes) | swizzle<C::kRowBytes>(lane_half, idx) * 16;
+              }
+              return before;
+            };
+            auto load = [&](int s) { ldmatrix_x4(a[s], at[s / kBlockSteps] ^ (32 * (s % kBlockSteps))); };  // piece 2 s + lane_half
+            bool more = todo != 0;
+            uint32_t block = 0;
+            if (more) {
+              block = streamed + next_stage();
+#pragma unroll
+              for (int s = 0; s < kSteps; ++s) load(s);
             }
-            while (todo != 0) {
-              const uint32_t below = (1u << next) - 1;
-              const uint32_t block = streamed + __popc(used & below);
-              todo &= todo - 1;
-              next = max(__ffs(todo) - 1, 0);
-              const uint32_t at = row_of(next);
-              const int stage = block % C::kStages;
+            while (more) {
+              const uint32_t now = block;
+              const int stage = now % C::kStages;
               const uint64_t desc = advance(desc0, stage * (C::kWeightBytes >> 4));
-              skip_to(block);  // other warpgroups' offsets
-              wait_full(weight_full + stage * 8, block / C::kStages & 1);
+              auto step = [&](int s) {
+                wgmma<AtomT>(acc, a[s], advance(desc, s / kBlockSteps * (C::kBlockBytes >> 4) + 2 * (s % kBlockSteps)));
+              };
+              skip_to(now);  // other warpgroups' offsets
+              wait_full(weight_full + stage * 8, now / C::kStages & 1);
               acc.fence();
               cute::warpgroup_arrive();
 #pragma unroll
-              for (int s = 0; s < kHalf; ++s) wgmma<AtomT>(acc, a[s], advance(desc, 2 * s));
+              for (int s = 0; s < kHalf; ++s) step(s);
               cute::warpgroup_commit_batch();
 #pragma unroll
-              for (int s = kHalf; s < kSteps; ++s) wgmma<AtomT>(acc, a[s], advance(desc, 2 * s));
+              for (int s = kHalf; s < kSteps; ++s) step(s);
               cute::warpgroup_commit_batch();
               // The halves of A are refilled with the next offset's rows as their products finish.
+              more = todo != 0;
+              block = streamed + next_stage();
               cute::warpgroup_wait<1>();
 #pragma unroll
-              for (int s = 0; s < kHalf; ++s) ldmatrix_x4(a[s], at ^ (32 * s));
+              for (int s = 0; s < kHalf; ++s) load(s);
               cute::warpgroup_wait<0>();
               acc.fence();
               release(weight_empty + stage * 8, lane);
               ++seen;
 #pragma unroll
-              for (int s = kHalf; s < kSteps; ++s) ldmatrix_x4(a[s], at ^ (32 * s));
+              for (int s = kHalf; s < kSteps; ++s) load(s);
             }
-            streamed += __popc(used);
+            streamed += (__popc(used) + C::kPair - 1) / C::kPair;
             skip_to(streamed);
             release(row_empty + rs.index * 8, lane);
             rs.advance();

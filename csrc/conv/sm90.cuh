@@ -109,6 +109,10 @@ __device__ inline void cp_async_16(uint32_t smem, const void* gmem, bool valid) 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(gmem), "r"(bytes) : "memory");
 }
 
+__device__ inline void cp_async_16(uint32_t smem, const void* gmem) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(smem), "l"(gmem) : "memory");
+}
+
 __device__ inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t addr) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(addr) : "memory");
@@ -269,13 +273,15 @@ struct RowIds {
   }
 
   // Copies RowBytes of rows First .. First + Rows - 1 into a swizzled shared buffer, 16 bytes a lane. Rows without id
-  // (and those that fill up the last 32 of `count`) and pieces from `valid` on are written as zeros.
-  //   src  first byte of the first piece of row 0
-  template <int RowBytes, int First, int Rows>
+  // (and those that fill up the last 32 of `count`) and pieces from `valid` on are written as zeros. 32 rows without
+  // such take the short way: its instructions, not the memory, are what a gather waits for.
+  //   src    first byte of the first piece of row 0
+  //   Batch  copies whose addresses a lane holds at once
+  template <int RowBytes, int First, int Rows, int Batch>
   __device__ void gather(uint32_t smem, const char* src, int count, int valid, int warp, int lane) const {
-    constexpr int kPieces = RowBytes / 16, kRowsAtOnce = 32 / kPieces;
+    constexpr int kPieces = RowBytes / 16, kRowsAtOnce = 32 / kPieces, kBatch = Batch < kPieces ? Batch : kPieces;
     static_assert(kPieces % 4 == 0 && 2 * kRowsAtOnce % 8 == 0);  // the swizzle repeats after two steps
-    static_assert(First % 32 == 0 && Rows % 32 == 0);
+    static_assert(First % 32 == 0 && Rows % 32 == 0 && kBatch % 2 == 0 && kPieces % kBatch == 0);
     const int piece = lane % kPieces, sub = lane / kPieces;
     const bool piece_valid = piece < valid;
     src += piece * 16;
@@ -287,16 +293,24 @@ struct RowIds {
       const int base = 32 * (Warps * i + warp);
       if (base < First) continue;
       if (base >= min(count, First + Rows)) break;
+      const bool plain = valid >= kPieces && __all_sync(0xffffffffu, at[i] != kNone);
 #pragma unroll 1
-      for (int j = 0; j < kPieces; j += 4) {
-        uint32_t row[4];
+      for (int j = 0; j < kPieces; j += kBatch) {
+        uint32_t row[kBatch];
 #pragma unroll
-        for (int h = 0; h < 4; ++h) row[h] = __shfl_sync(0xffffffffu, at[i], (j + h) * kRowsAtOnce + sub);
+        for (int h = 0; h < kBatch; ++h) row[h] = __shfl_sync(0xffffffffu, at[i], (j + h) * kRowsAtOnce + sub);
+        const uint32_t to = (base - First + j * kRowsAtOnce) * RowBytes;
+        if (plain) {
 #pragma unroll
-        for (int h = 0; h < 4; ++h) {
-          const bool ok = piece_valid && row[h] != kNone;
-          cp_async_16((h % 2 ? odd : even) + (base - First + (j + h - h % 2) * kRowsAtOnce) * RowBytes,
-                      src + uint64_t(row[h]) * 16, ok);  // an address that is not ok is not read
+          for (int h = 0; h < kBatch; ++h) {
+            cp_async_16((h % 2 ? odd : even) + to + (h - h % 2) * kRowsAtOnce * RowBytes, src + uint64_t(row[h]) * 16);
+          }
+        } else {
+#pragma unroll
+          for (int h = 0; h < kBatch; ++h) {
+            const bool ok = piece_valid && row[h] != kNone;  // an address that is not ok is not read
+            cp_async_16((h % 2 ? odd : even) + to + (h - h % 2) * kRowsAtOnce * RowBytes, src + uint64_t(row[h]) * 16, ok);
+          }
         }
       }
     }

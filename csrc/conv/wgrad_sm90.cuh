@@ -28,9 +28,9 @@ struct WgradConfig {
   using T = T_;
   static constexpr int BN = BN_, CK = CK_;
   static constexpr int kConsumers = 2;
-  static constexpr int kProducers = 1;                     // warpgroups: one warp for indices, the others copy rows
+  static constexpr int kProducers = 1;                     // warpgroups
   static constexpr int kThreads = kWarpGroup * (kConsumers + kProducers);
-  static constexpr int kGatherWarps = kProducers * 4 - 1;
+  static constexpr int kGatherWarps = kProducers * 4;      // the first one also fetches indices
   static constexpr int kStack = 64 / CK;                   // offsets stacked in one accumulator
   static constexpr int J = BN == 128 ? 3 : 6;              // accumulators of a warpgroup: 192 registers at most
   static constexpr int kSlots = kConsumers * J * kStack;   // offsets of a CTA
@@ -53,6 +53,7 @@ struct WgradConfig {
   static constexpr int kHeadAt = kFragAt + kRowSlots * kFrags * 4;
   static constexpr int kBarAt = kHeadAt + kRowSlots * 16;
   static constexpr int kSmemBytes = kBarAt + 2 * (kRowSlots + kDySlots) * 8 + 1024;
+  static_assert(kSlots <= 32);  // a lane a slot
   static_assert(kDySlotBytes % 1024 == 0 && kLocalAt % 16 == 0 && kBarAt % 8 == 0 && kSmemBytes <= 227 * 1024);
 };
 
@@ -168,80 +169,79 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<40>();
     PassWalk walk(plan.schedule, plan.tiles, split, grid.splits, 1);
     RingState<C::kRowSlots> rs;
-    if (warp == C::kConsumers * 4) {  // indices and masks
-      while (!walk.done()) {
-        const int id = walk.pass();
-        const Pass pass = load_pass(plan.passes + id);
-        const int2 range = slot_range(pass);
-        if (range.x < range.y && pass.uniq_count > 0) {
+    RingState<C::kDySlots> ds;
+    const int gather_warp = warp - C::kConsumers * 4;
+    const char* x = static_cast<const char*>(args.a) + (g * args.a_group + mb * CK) * 2;
+    const char* dy = static_cast<const char*>(args.b) + (g * args.b_group + nb * BN) * 2;
+    const int x_valid = (args.c_in - mb * CK + 7) / 8;
+    const uint32_t x_pieces = uint32_t(args.lda / 8), dy_pieces = uint32_t(args.ldb / 8);  // 16-byte pieces a row
+    RowIds<kUniqueMax, C::kGatherWarps> ids;
+    RowIds<kTileM, C::kGatherWarps> dy_ids;
+    Pass pass = walk.done() ? Pass{} : load_pass(plan.passes + walk.pass());
+    auto load_ids = [&] {
+      ids.load(plan.uniq + int64_t(pass.uniq_begin4) * 4, pass.uniq_count, x_pieces, gather_warp, lane);
+    };
+    auto load_dy_ids = [&] {
+      dy_ids.load(plan.order + int64_t(walk.tile()) * kTileM, kTileM, dy_pieces, gather_warp, lane);
+    };
+    if (!walk.done()) {
+      load_ids();
+      load_dy_ids();
+    }
+    while (!walk.done()) {
+      const int2 range = slot_range(pass);
+      const int k_begin = pass.k_begin, count = pass.uniq_count;
+      const int ahead = walk.peek();
+      if (ahead >= 0) pass = load_pass(plan.passes + ahead);  // arrives while this pass is copied
+      const bool used = range.x < range.y && count > 0;
+      if (used) {
+        wait_empty(row_empty + rs.index * 8, rs.phase);
+        const uint32_t bar = row_full + rs.index * 8;
+        if (gather_warp == 0) {  // indices and masks; a lane a slot
           if (lane == 0) {
-            wait_empty(row_empty + rs.index * 8, rs.phase);
-            sts_v4(smem_u + C::kHeadAt + rs.index * 16, make_int4(pass.k_begin, range.x, range.y, 0));
-            const uint32_t bar = row_full + rs.index * 8;
+            sts_v4(smem_u + C::kHeadAt + rs.index * 16, make_int4(k_begin, range.x, range.y, 0));
             arrive_expect(bar, (range.y - range.x) * kTileM * 2 + kFrags * 4);
-            bulk_copy(smem_u + C::kFragAt + rs.index * kFrags * 4, plan.frag + int64_t(id) * kFrags, kFrags * 4, bar);
-            for (int i = range.x; i < range.y; ++i) {
-              bulk_copy(smem_u + C::kLocalAt + rs.index * C::kLocalBytes + i * kTileM * 2,
-                        plan.local + (int64_t(walk.tile()) * volume + lds_u32(smem_u + C::kOffsetAt + i * 4)) * kTileM, kTileM * 2, bar);
-            }
+            bulk_copy(smem_u + C::kFragAt + rs.index * kFrags * 4, plan.frag + int64_t(walk.pass()) * kFrags, kFrags * 4, bar);
           }
           __syncwarp();
-          rs.advance();
+          if (const int slot = range.x + lane; slot < range.y) {
+            bulk_copy(smem_u + C::kLocalAt + rs.index * C::kLocalBytes + slot * kTileM * 2,
+                      plan.local + (int64_t(walk.tile()) * volume + lds_u32(smem_u + C::kOffsetAt + slot * 4)) * kTileM,
+                      kTileM * 2, bar);
+          }
+          __syncwarp();
         }
-        walk.advance();
+        ids.gather<C::kRowBytes, 0, kUniqueMax, 8>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, x, count, x_valid,
+                                                   gather_warp, lane);
+        arrive_after_copies(bar);
+        rs.advance();
       }
-      if (lane == 0) {  // an empty-headed slot ends the consumers' loop
-        wait_empty(row_empty + rs.index * 8, rs.phase);
-        sts_v4(smem_u + C::kHeadAt + rs.index * 16, make_int4(-1, 0, 0, 0));
-        arrive(row_full + rs.index * 8);
-      }
-    } else {  // rows
-      const int gather_warp = warp - (C::kConsumers * 4 + 1);
-      RingState<C::kDySlots> ds;
-      const char* x = static_cast<const char*>(args.a) + (g * args.a_group + mb * CK) * 2;
-      const char* dy = static_cast<const char*>(args.b) + (g * args.b_group + nb * BN) * 2;
-      const int x_valid = (args.c_in - mb * CK + 7) / 8;
-      const uint32_t x_pieces = uint32_t(args.lda / 8), dy_pieces = uint32_t(args.ldb / 8);  // 16-byte pieces a row
-      RowIds<kUniqueMax, C::kGatherWarps> ids;
-      RowIds<kTileM, C::kGatherWarps> dy_ids;
-      Pass pass = walk.done() ? Pass{} : load_pass(plan.passes + walk.pass());
-      auto load_ids = [&](int tile) {
-        ids.load(plan.uniq + int64_t(pass.uniq_begin4) * 4, pass.uniq_count, x_pieces, gather_warp, lane);
-        dy_ids.load(plan.order + int64_t(tile) * kTileM, kTileM, dy_pieces, gather_warp, lane);
-      };
-      if (!walk.done()) load_ids(walk.tile());
-      while (!walk.done()) {
-        const int2 range = slot_range(pass);
-        const int count = pass.uniq_count;
-        const int ahead = walk.peek();
-        if (ahead >= 0) pass = load_pass(plan.passes + ahead);  // arrives while this pass is copied
-        if (range.x < range.y && count > 0) {
-          wait_empty(row_empty + rs.index * 8, rs.phase);
-          ids.gather<C::kRowBytes, 0, kUniqueMax>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, x, count,
-                                                  x_valid, gather_warp, lane);
-          arrive_after_copies(row_full + rs.index * 8);
-          rs.advance();
-          auto copy_dy = [&](auto half) {
-            wait_empty(dy_empty + ds.index * 8, ds.phase);
+      if (ahead >= 0) load_ids();  // the next pass's, which arrive while dY is copied
+      if (used) {
+        auto copy_dy = [&](auto half) {
+          wait_empty(dy_empty + ds.index * 8, ds.phase);
 #pragma unroll 1
-            for (int a = 0; a < BN / C::kDyAtom; ++a) {
-              dy_ids.gather<C::kDyRowBytes, half * C::kHalfRows, C::kHalfRows>(
-                  smem_u + C::kDyAt + ds.index * C::kDySlotBytes + a * C::kDyAtomBytes, dy + a * C::kDyRowBytes,
-                  kTileM, (args.c_out - nb * BN - a * C::kDyAtom + 7) / 8, gather_warp, lane);
-            }
-            arrive_after_copies(dy_full + ds.index * 8);
-            ds.advance();
-          };
-          copy_dy(std::integral_constant<int, 0>{});
-          copy_dy(std::integral_constant<int, 1>{});
-        }
-        walk.advance();
-        if (!walk.done()) load_ids(walk.tile());
+          for (int a = 0; a < BN / C::kDyAtom; ++a) {
+            dy_ids.gather<C::kDyRowBytes, half * C::kHalfRows, C::kHalfRows, 8>(
+                smem_u + C::kDyAt + ds.index * C::kDySlotBytes + a * C::kDyAtomBytes, dy + a * C::kDyRowBytes, kTileM,
+                (args.c_out - nb * BN - a * C::kDyAtom + 7) / 8, gather_warp, lane);
+          }
+          arrive_after_copies(dy_full + ds.index * 8);
+          ds.advance();
+        };
+        copy_dy(std::integral_constant<int, 0>{});
+        copy_dy(std::integral_constant<int, 1>{});
       }
-      asm volatile("cp.async.wait_all;\n" ::: "memory");
-      wait_empty(row_empty + rs.index * 8, rs.phase);
-      arrive(row_full + rs.index * 8);  // no rows in the ending slot
+      walk.advance();
+      if (!walk.done()) load_dy_ids();
     }
+    asm volatile("cp.async.wait_all;\n" ::: "memory");
+    wait_empty(row_empty + rs.index * 8, rs.phase);  // an empty-headed slot ends the consumers' loop
+    if (threadIdx.x == C::kConsumers * kWarpGroup) {
+      sts_v4(smem_u + C::kHeadAt + rs.index * 16, make_int4(-1, 0, 0, 0));
+      arrive(row_full + rs.index * 8);
+    }
+    arrive(row_full + rs.index * 8);
   } else {  // ---- consumer warpgroups ----
     cutlass::arch::warpgroup_reg_alloc<232>();
     RingState<C::kRowSlots> rs;
@@ -271,8 +271,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       if (int(head.x) < 0) break;
       const uint32_t frag = lds_u32(smem_u + C::kFragAt + (rs.index * kFrags + lane % kFrags) * 4);
       const uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
-      // steps[j]: 8 bits, step i of the tile (rows 32 i ...) has a row with a neighbour; index[j]: local index of this
-      // lane's row of step 0
+      // steps_of[j]: bit 2 i: step i of the tile (rows 32 i ...) has a row with a neighbour; index_of[j]: address of the
+      // local index of this lane's row of step 0
       uint32_t steps_of[J], index_of[J];
 #pragma unroll
       for (int j = 0; j < J; ++j) {
@@ -290,8 +290,27 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           }
         }
         const uint32_t active = __ballot_sync(0xffffffffu, (frag & bits) != 0) & 0xffff;  // by 16 rows
-        steps_of[j] = active;
+        steps_of[j] = (active | active >> 1) & 0x5555;
       }
+      // Where the step that comes first in accumulators j0, j0 + 1, ... of a half has its local indices; else `none`.
+      auto first_step = [&](int half, int j0, uint32_t none) {
+        uint32_t at = none;
+#pragma unroll
+        for (int j = J - 1; j >= 0; --j) {
+          const uint32_t steps = steps_of[j] >> (half * 8) & 0xff;
+          if (j >= j0 && steps != 0) at = index_of[j] + half * C::kHalfRows * 2 + (__ffs(steps) - 1) * 32;
+        }
+        return at;
+      };
+      auto load = [&](uint32_t (&a)[4], int idx) {
+        ldmatrix_x4_trans(a, rows + idx * C::kRowBytes + swizzle<C::kRowBytes>(piece, idx) * 16);
+      };
+      // A step is 32 rows, two products; while they run, the indices and then A of the next step arrive.
+      const uint32_t nowhere = smem_u + C::kNoLocalAt + lane_row * 2;
+      const uint32_t second = first_step(1, 0, nowhere), begin = first_step(0, 0, second);
+      uint32_t a0[4], a1[4];
+      load(a0, lds_u16(begin));
+      load(a1, lds_u16(begin + 32));
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         wait_full(dy_full + ds.index * 8, ds.phase);
@@ -300,22 +319,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll
         for (int j = 0; j < J; ++j) {
           uint32_t steps = steps_of[j] >> (half * 8) & 0xff;
-          steps = (steps | steps >> 1) & 0x55;  // bit 2 i: step i of the half
           if (steps == 0) continue;
           const uint32_t index = index_of[j] + half * C::kHalfRows * 2;
-          auto load = [&](uint32_t (&a)[4], int idx) {
-            ldmatrix_x4_trans(a, rows + idx * C::kRowBytes + swizzle<C::kRowBytes>(piece, idx) * 16);
-          };
-          // A step is 32 rows, two products; while they run, the indices and then A of the next step arrive.
-          uint32_t a0[4], a1[4];
+          const uint32_t leave = first_step(half, j + 1, half == 0 ? second : nowhere);
           int at = __ffs(steps) - 1;  // in units of 16 rows
-          load(a0, lds_u16(index + at * 32));
-          load(a1, lds_u16(index + at * 32 + 32));
           while (steps != 0) {
             const uint64_t b = advance(desc, at * (16 * C::kDyRowBytes >> 4));
             steps &= steps - 1;
-            at = max(__ffs(steps) - 1, 0);
-            const int idx0 = lds_u16(index + at * 32), idx1 = lds_u16(index + at * 32 + 32);
+            at = __ffs(steps) - 1;
+            const uint32_t next = steps != 0 ? index + at * 32 : leave;
+            const int idx0 = lds_u16(next), idx1 = lds_u16(next + 32);
             acc[j].fence();
             cute::warpgroup_arrive();
             wgmma<AtomT>(acc[j], a0, b);

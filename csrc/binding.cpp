@@ -556,8 +556,8 @@ class PoolPutFunction : public torch::autograd::Function<PoolPutFunction> {
     variable_list out(4);
     if (!grads[0].defined() || !ctx->needs_input_grad(0)) return out;
     const Windows over = Windows::load(ctx);
-    out[0] = pool_pick_op().call(grads[0], ctx->get_saved_variables()[0], over.map, over.map_t, over.volume,
-                                 over.symmetric);
+    out[0] =
+        pool_pick_op().call(grads[0], ctx->get_saved_variables()[0], over.map, over.map_t, over.volume, over.symmetric);
     return out;
   }
 };
@@ -578,8 +578,8 @@ std::tuple<Tensor, Tensor> pool_max_autograd(const Tensor& x, TensorList map, Te
     at::AutoDispatchBelowADInplaceOrView below;
     return pool_max_op().call(x, map, map_t, kernel_volume, std::move(n_out), symmetric, largest, keep_winner);
   }
-  const variable_list both = PoolMaxFunction::apply(x, Windows{map.vec(), map_t.vec(), kernel_volume, symmetric}, n_out,
-                                                    largest, keep_winner);
+  const variable_list both =
+      PoolMaxFunction::apply(x, Windows{map.vec(), map_t.vec(), kernel_volume, symmetric}, n_out, largest, keep_winner);
   return {both[0], both[1]};
 }
 
@@ -634,8 +634,8 @@ struct PreparedConv {
 
   Tensor operator()(const Tensor& x, const Tensor& weight, const OptTensor& bias) const {
     NoAutocast no_autocast;
-    return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose, plan.accumulator,
-                          plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
+    return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose,
+                          plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
   }
 };
 
@@ -783,7 +783,8 @@ const KernelEntry& find_tile(string_view tile, Op op, DType input, string_view a
     return map;
   }();
   const auto found = by_name.find(tile);
-  TORCH_CHECK(found != by_name.end(), "tile='", tile, "' is not among the compiled kernels (voxmma.tiles() lists them)");
+  TORCH_CHECK(found != by_name.end(), "tile='", tile,
+              "' is not among the compiled kernels (voxmma.tiles() lists them)");
   const TileConfig& c = found->second->config;
   TORCH_CHECK(c.op == op && c.input == input && name(c.accum) == accum, "tile='", tile, "' is ", name(c.op), " for ",
               name(c.input), " inputs with ", name(c.accum), " accumulator, but ", name(op), " for ", name(input),
@@ -1013,8 +1014,8 @@ CoordBox box_within(const Ints& bounds) {
   int ends[8];
   for (int i = 0; i < 8; ++i) {
     const bool batch = i % 4 == 0;
-    TORCH_CHECK(bounds[i] >= (batch ? 0 : -kCoordBias) && bounds[i] <= (batch ? kBatchMax : kCoordBias - 1), "bounds[", i,
-                "] is ", bounds[i], ", outside the packable range");
+    TORCH_CHECK(bounds[i] >= (batch ? 0 : -kCoordBias) && bounds[i] <= (batch ? kBatchMax : kCoordBias - 1), "bounds[",
+                i, "] is ", bounds[i], ", outside the packable range");
     ends[i] = static_cast<int>(bounds[i]);
   }
   return box_around(ends, ends + 4);
@@ -1166,7 +1167,8 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
     const Tensor nothing = on.empty({0, 4}, at::kInt);
     return {nothing, nothing, nothing, found.count, found.outside != 0};
   }
-  const Tensor made = on.empty({found.count, 4}, at::kInt), scratch = on.scratch(unpack_workspace(args.box, found.count));
+  const Tensor made = on.empty({found.count, 4}, at::kInt),
+               scratch = on.scratch(unpack_workspace(args.box, found.count));
   check_cuda(unpack_keys(args.box, keys.data_ptr(), found.count, data<int>(made), scratch.data_ptr(), on.stream),
              "unpack_keys", on.device);
   const Tensor order = morton_order(on, made, args.box, {});
@@ -1184,7 +1186,8 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
   check_ints("out_order", out_order, at::kInt, 0, out_coords);
   check_ints("bricks", bricks, at::kInt, 4, out_coords);
   check_ints("in_order", in_order, at::kInt, 0, out_coords);
-  TORCH_CHECK(out_order.size(0) == out_coords.size(0) && bricks.size(0) > 0, "out_order or bricks has the wrong length");
+  TORCH_CHECK(out_order.size(0) == out_coords.size(0) && bricks.size(0) > 0,
+              "out_order or bricks has the wrong length");
   PlanArgs args{};
   copy_triple("size", size, args.size);
   copy_triple("start", start, args.start);
@@ -1222,7 +1225,9 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
   args.uniq4_capacity = rows / 4 + 1;
   args.pass_capacity = tiles * groups + tiles / 4 + rows / kUniqueMax;
   constexpr int64_t kPassBytes = sizeof(Pass) + kFrags * sizeof(uint32_t);
-  const auto bytes = [](int64_t passes, int64_t uniq4) { return passes * kPassBytes + uniq4 * 4 * int64_t{sizeof(int)}; };
+  const auto bytes = [](int64_t passes, int64_t uniq4) {
+    return passes * kPassBytes + uniq4 * 4 * int64_t{sizeof(int)};
+  };
   int64_t most_passes, most_uniq4;
   plan_bounds(args, &most_passes, &most_uniq4);
   constexpr int64_t kStridedRoom = 4;
@@ -1267,7 +1272,7 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
     sizes[0] = used;
     return part_of(t, t.storage_offset(), sizes);
   };
-  return {order, schedule,  cut(passes, found.passes), cut(frag, found.passes), cut(uniq, found.uniq4 * 4), local,
+  return {order, schedule,   cut(passes, found.passes), cut(frag, found.passes), cut(uniq, found.uniq4 * 4), local,
           stats, found.pairs};
 }
 
@@ -1505,9 +1510,8 @@ TORCH_LIBRARY(voxmma, m) {
       "bool keep_winner) -> (Tensor, Tensor)",
       {at::Tag::pt2_compliant_tag});
   // From the inputs of pool_max to its outputs, and back from n_out inputs: `map` is that of pool_max in both.
-  m.def(
-      "pool_pick(Tensor x, Tensor winner, Tensor[] map, Tensor[] map_t, int kernel_volume, bool symmetric) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+  m.def("pool_pick(Tensor x, Tensor winner, Tensor[] map, Tensor[] map_t, int kernel_volume, bool symmetric) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
   m.def(
       "pool_put(Tensor x, Tensor winner, Tensor[] map, Tensor[] map_t, int kernel_volume, SymInt n_out, "
       "bool symmetric) -> Tensor",
@@ -1568,8 +1572,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("size"), py::arg("stride"), py::arg("dilation"), py::arg("padding"), py::arg("to_children"),
         py::arg("bounds"), py::arg("piece"), py::arg("limit"));
   m.def("build_plan", torch::wrap_pybind_function_no_gil(voxmma::build_plan_cuda), py::arg("out_coords"),
-        py::arg("out_order"), py::arg("bricks"), py::arg("in_order"), py::arg("size"), py::arg("start"), py::arg("step"),
-        py::arg("mul"), py::arg("div"));
+        py::arg("out_order"), py::arg("bricks"), py::arg("in_order"), py::arg("size"), py::arg("start"),
+        py::arg("step"), py::arg("mul"), py::arg("div"));
   m.def("plan_to_table", torch::wrap_pybind_function_no_gil(voxmma::plan_to_table_cuda), py::arg("plan"),
         py::arg("n_out"));
   m.def("mma_probe", torch::wrap_pybind_function_no_gil(voxmma::mma_probe_cuda), py::arg("kind"), py::arg("a"),
@@ -1579,31 +1583,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](std::vector<at::Tensor> map, std::vector<at::Tensor> map_t, int64_t n_out, bool symmetric,
                        bool transpose, std::string accumulator, std::string tile, std::string dgrad_tile,
                        std::string wgrad_tile, std::optional<at::ScalarType> out_dtype) {
-             return voxmma::PreparedConv{{std::move(map), std::move(map_t), symmetric, transpose, std::move(accumulator),
-                                          std::move(tile), std::move(dgrad_tile), std::move(wgrad_tile)},
-                                         n_out,
-                                         out_dtype};
-           }))
-      .def("__call__",
-           torch::wrap_pybind_function_no_gil(
-               [](const voxmma::PreparedConv& self, const at::Tensor& x, const at::Tensor& weight,
-                  const std::optional<at::Tensor>& bias) { return self(x, weight, bias); }));
+        return voxmma::PreparedConv{{std::move(map), std::move(map_t), symmetric, transpose, std::move(accumulator),
+                                     std::move(tile), std::move(dgrad_tile), std::move(wgrad_tile)},
+                                    n_out,
+                                    out_dtype};
+      }))
+      .def("__call__", torch::wrap_pybind_function_no_gil(
+                           [](const voxmma::PreparedConv& self, const at::Tensor& x, const at::Tensor& weight,
+                              const std::optional<at::Tensor>& bias) { return self(x, weight, bias); }));
   m.def("operand_facts", torch::wrap_pybind_function(voxmma::operand_facts), py::arg("x"), py::arg("weight"),
         py::arg("bias"));
   // The CPU implementations' way to the same checks as on CUDA.
-  m.def("check_pool", torch::wrap_pybind_function(
-                          [](const at::Tensor& x, const std::optional<at::Tensor>& in_count,
-                             const std::optional<at::Tensor>& out_count, const std::optional<at::Tensor>& winner,
-                             int64_t winner_rows, const std::string& name, const std::vector<at::Tensor>& map,
-                             int64_t kernel_volume, int64_t n_out) {
-                            voxmma::check_pool(x, in_count, out_count, winner, winner_rows, name.c_str(), map,
-                                               kernel_volume, n_out);
-                          }));
-  m.def("check_segments", torch::wrap_pybind_function(
-                              [](const at::Tensor& x, const std::optional<at::Tensor>& candidates,
-                                 const at::Tensor& rows, const at::Tensor& starts) {
-                                voxmma::check_segments(x, candidates, rows, starts);
-                              }));
+  m.def("check_pool",
+        torch::wrap_pybind_function(
+            [](const at::Tensor& x, const std::optional<at::Tensor>& in_count,
+               const std::optional<at::Tensor>& out_count, const std::optional<at::Tensor>& winner, int64_t winner_rows,
+               const std::string& name, const std::vector<at::Tensor>& map, int64_t kernel_volume, int64_t n_out) {
+              voxmma::check_pool(x, in_count, out_count, winner, winner_rows, name.c_str(), map, kernel_volume, n_out);
+            }));
+  m.def("check_segments",
+        torch::wrap_pybind_function(
+            [](const at::Tensor& x, const std::optional<at::Tensor>& candidates, const at::Tensor& rows,
+               const at::Tensor& starts) { voxmma::check_segments(x, candidates, rows, starts); }));
   m.def("check_conv", torch::wrap_pybind_function(
                           [](const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                              const std::vector<at::Tensor>& map, int64_t n_out, bool transpose,

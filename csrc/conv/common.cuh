@@ -13,12 +13,26 @@
 namespace voxmma {
 
 // ---- types -----------------------------------------------------------------------------------------------------
-template <DType D> struct TypeOf;
-template <> struct TypeOf<DType::f16> { using type = __half; };
-template <> struct TypeOf<DType::bf16> { using type = __nv_bfloat16; };
-template <> struct TypeOf<DType::f32> { using type = float; };
-template <> struct TypeOf<DType::f64> { using type = double; };
-template <DType D> using type_of = typename TypeOf<D>::type;
+template <DType D>
+struct TypeOf;
+template <>
+struct TypeOf<DType::f16> {
+  using type = __half;
+};
+template <>
+struct TypeOf<DType::bf16> {
+  using type = __nv_bfloat16;
+};
+template <>
+struct TypeOf<DType::f32> {
+  using type = float;
+};
+template <>
+struct TypeOf<DType::f64> {
+  using type = double;
+};
+template <DType D>
+using type_of = typename TypeOf<D>::type;
 
 constexpr int dtype_bytes(DType d) { return d == DType::f64 ? 8 : d == DType::f32 ? 4 : 2; }
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -33,11 +47,15 @@ __device__ __forceinline__ To convert(From v) {
   } else if constexpr (std::is_same_v<From, __nv_bfloat16>) {
     return convert<To>(__bfloat162float(v));
   } else if constexpr (std::is_same_v<To, __half>) {
-    if constexpr (std::is_same_v<From, double>) return __double2half(v);
-    else return __float2half_rn(v);
+    if constexpr (std::is_same_v<From, double>)
+      return __double2half(v);
+    else
+      return __float2half_rn(v);
   } else if constexpr (std::is_same_v<To, __nv_bfloat16>) {
-    if constexpr (std::is_same_v<From, double>) return __double2bfloat16(v);
-    else return __float2bfloat16_rn(v);
+    if constexpr (std::is_same_v<From, double>)
+      return __double2bfloat16(v);
+    else
+      return __float2bfloat16_rn(v);
   } else {
     return static_cast<To>(v);
   }
@@ -64,9 +82,9 @@ __device__ __forceinline__ float2 unpack_half2(uint32_t v) {
 // other, or any 8 rows with different low bits, put the same piece into 8 different groups of four banks.
 __host__ __device__ constexpr int swizzle(int row, int piece, int row_bytes) {
   return row_bytes == 128 || row_bytes == 256 ? piece ^ (row & 7)
-       : row_bytes == 64  ? piece ^ ((row >> 1) & 3)
-       : row_bytes == 32  ? piece ^ ((row >> 2) & 1)
-                          : piece;
+         : row_bytes == 64                    ? piece ^ ((row >> 1) & 3)
+         : row_bytes == 32                    ? piece ^ ((row >> 2) & 1)
+                                              : piece;
 }
 
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
@@ -79,16 +97,22 @@ __device__ __forceinline__ void cp_async16(uint32_t dst, const void* src, int by
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int N>
-__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+}
 
 // Four 8x8 matrices of 16-bit values: lanes 8 t .. 8 t + 7 give the row addresses of matrix t, r[t] receives it.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
 }
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
 }
 
 // mbarrier of sm_80 and newer. `count` arrivals complete a phase; wait(parity) returns once phase `parity` is complete.
@@ -115,9 +139,11 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, int parity) {
 #else
 #define VOXMMA_MBARRIER_TEST "mbarrier.test_wait"
 #endif
-  asm volatile(
-      "{\n.reg .pred done;\nWAIT:\n" VOXMMA_MBARRIER_TEST ".parity.shared.b64 done, [%0], %1;\n@done bra.uni DONE;\n"
-      "bra.uni WAIT;\nDONE:\n}\n" ::"r"(bar), "r"(parity) : "memory");
+  asm volatile("{\n.reg .pred done;\nWAIT:\n" VOXMMA_MBARRIER_TEST
+               ".parity.shared.b64 done, [%0], %1;\n@done bra.uni DONE;\n"
+               "bra.uni WAIT;\nDONE:\n}\n" ::"r"(bar),
+               "r"(parity)
+               : "memory");
 #undef VOXMMA_MBARRIER_TEST
 }
 
@@ -176,14 +202,18 @@ __device__ __forceinline__ void store_row(T* row, int cols, bool vec, Get get) {
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {  // swap bit 0 of (lane, register)
         const uint32_t got = __shfl_xor_sync(~0u, q & 1 ? p[i] : p[i + 1], 1);
-        if (q & 1) p[i] = got;
-        else p[i + 1] = got;
+        if (q & 1)
+          p[i] = got;
+        else
+          p[i + 1] = got;
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {  // swap bit 1
         const uint32_t got = __shfl_xor_sync(~0u, q & 2 ? p[i] : p[i + 2], 2);
-        if (q & 2) p[i] = got;
-        else p[i + 2] = got;
+        if (q & 2)
+          p[i] = got;
+        else
+          p[i + 2] = got;
       }
       const int col = 8 * (j + q);  // p now holds all eight columns of block j + q
       if (row == nullptr || col >= cols) continue;

@@ -29,19 +29,20 @@ struct FpropSm80 {
   static constexpr bool kSplit = In == DType::f32 && Promote > 0;
   using Sum = Accumulator<In, Acc, kSplit>;
   static constexpr int kThreads = 256;
-  static constexpr int kWarpsN = BN >= 64 ? 2 : 1;     // warps side by side over the channels
+  static constexpr int kWarpsN = BN >= 64 ? 2 : 1;  // warps side by side over the channels
   static constexpr int kWarpsM = 8 / kWarpsN;
-  static constexpr int kFragsM = kFrags / kWarpsM;     // m16 fragments of a warp: wm, wm + kWarpsM, ... (balances skipping)
+  static constexpr int kFragsM =
+      kFrags / kWarpsM;  // m16 fragments of a warp: wm, wm + kWarpsM, ... (balances skipping)
   static constexpr uint32_t kWarpFrags = kWarpsM == 4 ? 0x1111 : 0x0101;
-  static constexpr int kFragsN = BN / kWarpsN / 8;     // n8 fragments of a warp, contiguous
-  static constexpr int kStepK = 32 / dtype_bytes(In);  // channels of an MMA step: 32 bytes of a row
+  static constexpr int kFragsN = BN / kWarpsN / 8;      // n8 fragments of a warp, contiguous
+  static constexpr int kStepK = 32 / dtype_bytes(In);   // channels of an MMA step: 32 bytes of a row
   static constexpr int kPieceK = 16 / dtype_bytes(In);  // channels of a 16-byte piece
-  static constexpr int kSteps = CK / kStepK;           // MMA steps of a chunk
+  static constexpr int kSteps = CK / kStepK;            // MMA steps of a chunk
   static constexpr int kRowBytes = CK * dtype_bytes(In);
   static constexpr int kWeightBytes = BN * kRowBytes;  // one stage: [BN][CK]
   static constexpr int kStages = kWeightBytes >= 64 * 128 ? 3 : 4;
-  static constexpr int kInput = kStages * kWeightBytes;                         // [kUniqueMax + 1][CK], last row zero
-  static constexpr int kLocal = kInput + (kUniqueMax + 1) * kRowBytes;          // [kPassOffsets][kTileM] uint16
+  static constexpr int kInput = kStages * kWeightBytes;                 // [kUniqueMax + 1][CK], last row zero
+  static constexpr int kLocal = kInput + (kUniqueMax + 1) * kRowBytes;  // [kPassOffsets][kTileM] uint16
   static constexpr int kSmem = kLocal + kPassOffsets * kTileM * 2;
   // Two CTAs a multiprocessor hide each other's gathers where accumulators and fragments fit in 128 registers.
   static constexpr int kMinBlocks = BN <= 32 || (BN == 64 && Promote == 0) ? 2 : 1;
@@ -53,7 +54,7 @@ struct FpropSm80 {
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
-fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, const bool vec) {
+    fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, const bool vec) {
   using T = type_of<C::In>;
   extern __shared__ __align__(1024) unsigned char smem[];
   const PlanView& plan = args.plan;
@@ -66,8 +67,8 @@ fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, con
   const ScheduledTile scheduled = load_scheduled(plan.schedule, blockIdx.x / n_blocks / args.groups);
   const int tile = scheduled.tile;
 
-  const T* x = static_cast<const T*>(args.a) + group * args.a_group;         // (n_in, lda), this group's first channel
-  const char* image = static_cast<const char*>(args.b) +                     // [K][chunks][BN][CK], swizzled
+  const T* x = static_cast<const T*>(args.a) + group * args.a_group;  // (n_in, lda), this group's first channel
+  const char* image = static_cast<const char*>(args.b) +              // [K][chunks][BN][CK], swizzled
                       (static_cast<int64_t>(group) * n_blocks + nb) * plan.kernel_volume * chunks * C::kWeightBytes;
   const uint16_t* local = plan.local + static_cast<int64_t>(tile) * plan.kernel_volume * kTileM;  // [K][kTileM]
   const int pass_end = scheduled.first_pass + scheduled.passes;
@@ -77,14 +78,20 @@ fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, con
   const uint32_t s_local = s_weight + C::kLocal;
 
   // Lane l holds the offset bits of fragment l % 16; all lanes together, the offsets that the tile needs at all.
-  const auto load_frag = [&](int pass) { return __ldg(plan.frag + static_cast<int64_t>(pass) * kFrags + lane % kFrags); };
+  const auto load_frag = [&](int pass) {
+    return __ldg(plan.frag + static_cast<int64_t>(pass) * kFrags + lane % kFrags);
+  };
   const auto pass_mask = [&](int pass) { return __reduce_or_sync(~0u, load_frag(pass)); };
 
   // The stream of weight blocks, in the order in which the loop below consumes them: passes, chunks, active offsets.
-  struct { int pass, chunk, k_begin; uint32_t mask, bits; } ahead;
+  struct {
+    int pass, chunk, k_begin;
+    uint32_t mask, bits;
+  } ahead;
   const auto ahead_open = [&](int pass) {
     ahead.mask = 0;
-    for (; pass < pass_end && !(ahead.mask = pass_mask(pass)); ++pass) {}
+    for (; pass < pass_end && !(ahead.mask = pass_mask(pass)); ++pass) {
+    }
     ahead.pass = pass;
     ahead.chunk = 0;
     ahead.bits = ahead.mask;
@@ -102,8 +109,10 @@ fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, con
       }
       ahead.bits &= ahead.bits - 1;
       if (!ahead.bits) {
-        if (++ahead.chunk < chunks) ahead.bits = ahead.mask;
-        else ahead_open(ahead.pass + 1);
+        if (++ahead.chunk < chunks)
+          ahead.bits = ahead.mask;
+        else
+          ahead_open(ahead.pass + 1);
       }
     }
     cp_async_commit();
@@ -123,11 +132,11 @@ fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, con
     for (int row = row0; row < pass.uniq_count; row += kBatch * kStride) {
       int from[kBatch];
 #pragma unroll
-      for (int u = 0; u < kBatch; ++u) from[u] = row + u * kStride < pass.uniq_count ? __ldg(uniq + row + u * kStride) : -1;
+      for (int u = 0; u < kBatch; ++u)
+        from[u] = row + u * kStride < pass.uniq_count ? __ldg(uniq + row + u * kStride) : -1;
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) {
-        if (from[u] >= 0)
-          cp_async16(dst + (row - row0 + u * kStride) * C::kRowBytes, src + from[u] * args.lda, bytes);
+        if (from[u] >= 0) cp_async16(dst + (row - row0 + u * kStride) * C::kRowBytes, src + from[u] * args.lda, bytes);
       }
     }
   };
@@ -141,8 +150,8 @@ fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, con
     reinterpret_cast<uint4*>(smem + C::kInput + kMissing * C::kRowBytes)[threadIdx.x] = make_uint4(0, 0, 0, 0);
 
   typename C::Sum acc[C::kFragsM][C::kFragsN];
-  int since = 0;   // offsets since the last promotion (Promote > CK)
-  int stage = 0;   // ring position of the next block to consume
+  int since = 0;  // offsets since the last promotion (Promote > CK)
+  int stage = 0;  // ring position of the next block to consume
 
   ahead_open(scheduled.first_pass);
 #pragma unroll
@@ -165,14 +174,17 @@ fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, con
       for (uint32_t bits = mask; bits; bits &= bits - 1) {
         // Wait for this offset's weights, which are kStages - 1 groups old; for a chunk's first offset, even if it is
         // the only one, wait for everything, its rows and indices included.
-        if (arrived) cp_async_wait<C::kStages - 2>();
-        else cp_async_wait<0>();
+        if (arrived)
+          cp_async_wait<C::kStages - 2>();
+        else
+          cp_async_wait<0>();
         arrived = true;
         __syncthreads();  // all threads' copies are visible, and the stage consumed before this one is free
         fetch_weights(stage == 0 ? C::kStages - 1 : stage - 1);
 
         const int j = __ffs(bits) - 1;
-        const uint32_t taking_part = __ballot_sync(~0u, (frag >> j) & 1) >> wm;  // bit i * kWarpsM: fragment i of the warp
+        const uint32_t taking_part =
+            __ballot_sync(~0u, (frag >> j) & 1) >> wm;  // bit i * kWarpsM: fragment i of the warp
         const auto active = [&](int i) { return ((taking_part >> (i * C::kWarpsM)) & 1) != 0; };
         if (taking_part & C::kWarpFrags) {
           // ldmatrix row addresses of step 0. Step s is 32 bytes on before swizzling: address ^ (s * 32).
@@ -286,8 +298,9 @@ cudaError_t launch_fprop_sm80(const ConvArgs& args, cudaStream_t stream) {
 
 template <class C>
 KernelEntry fprop_sm80_entry(const char* name) {
-  return {{name, Op::fprop, C::In, C::Acc, kTileM, C::BN, C::CK, C::kStages, C::Sum::kAtom, C::kPromoteConfig,
-           80}, no_workspace, launch_fprop_sm80<C>};
+  return {{name, Op::fprop, C::In, C::Acc, kTileM, C::BN, C::CK, C::kStages, C::Sum::kAtom, C::kPromoteConfig, 80},
+          no_workspace,
+          launch_fprop_sm80<C>};
 }
 
 }  // namespace voxmma

@@ -23,15 +23,16 @@ struct FpropConfig {
   using T = T_;
   using Acc = Acc_;
   static constexpr int BN = BN_, CK = CK_;
-  static constexpr int kConsumers = 4;                            // warpgroups, 64 rows each
+  static constexpr int kConsumers = 4;  // warpgroups, 64 rows each
   static constexpr int kThreads = kWarpGroup * (kConsumers + 1);
   static constexpr int kGatherWarps = 3;
   static constexpr int kRowBytes = CK * 2;
-  static constexpr bool kSwap = BN >= 64;                         // H100, 507k voxels: 3 % faster, 32 channels 8 % slower
+  static constexpr bool kSwap = BN >= 64;  // H100, 507k voxels: 3 % faster, 32 channels 8 % slower
   static constexpr int kRowSlots = 2;
   static constexpr int kPassSlots = 2;
   static constexpr int kRowSlotBytes = (kUniqueMax + 1) * kRowBytes;  // + the zero row
-  static constexpr int kPair = CK == 32 ? 2 : 1;  // offsets of a stage: a step of 32 channels is over before it is set up
+  static constexpr int kPair =
+      CK == 32 ? 2 : 1;  // offsets of a stage: a step of 32 channels is over before it is set up
   static constexpr int kBlockBytes = BN * CK * 2;  // weights of one offset
   static constexpr int kWeightBytes = kPair * kBlockBytes;
   static constexpr int kStages = kWeightBytes >= 16384 ? 4 : kWeightBytes <= 4096 ? 16 : 8;  // a power of two
@@ -45,7 +46,7 @@ struct FpropConfig {
   static constexpr int kHeadAt = kFragAt + kPassSlots * kFrags * 4;    // [slots] int4
   static constexpr int kBarAt = kHeadAt + kPassSlots * 16;
   static constexpr int kBars = 2 * (kStages + kRowSlots + kPassSlots);
-  static constexpr int kSmemBytes = kBarAt + kBars * 8 + 1024;         // + alignment of the base
+  static constexpr int kSmemBytes = kBarAt + kBars * 8 + 1024;  // + alignment of the base
   static_assert(kWeightAt % 1024 == 0 && kWeightBytes % 1024 == 0 && kLocalAt % 16 == 0 && kBarAt % 8 == 0);
   static_assert(kSmemBytes <= 227 * 1024);
 };
@@ -126,8 +127,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
           bulk_copy(smem_u + C::kFragAt + ps.index * kFrags * 4, plan.frag + int64_t(id) * kFrags, kFrags * 4, bar);
           // image[g][nb][offset][chunk]: `within` counts blocks of n fastest, then groups
           const int nb = within % blocks_n, g = within / blocks_n;
-          const char* image = static_cast<const char*>(args.b) +
-                              (int64_t(g * blocks_n + nb) * plan.kernel_volume + pass.k_begin) * chunks * C::kBlockBytes;
+          const char* image =
+              static_cast<const char*>(args.b) +
+              (int64_t(g * blocks_n + nb) * plan.kernel_volume + pass.k_begin) * chunks * C::kBlockBytes;
           for (int chunk = 0; chunk < chunks; ++chunk) {
             for (uint32_t rest = used; rest != 0;) {
               wait_empty(weight_empty + ws.index * 8, ws.phase);
@@ -138,7 +140,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
                 if (rest != 0) k = __ffs(rest) - 1;  // an odd one out is there twice, to be multiplied by zeros
                 rest &= rest - 1;
                 bulk_copy(smem_u + C::kWeightAt + ws.index * C::kWeightBytes + i * C::kBlockBytes,
-                          image + int64_t(k * chunks + chunk) * C::kBlockBytes, C::kBlockBytes, weight_full + ws.index * 8);
+                          image + int64_t(k * chunks + chunk) * C::kBlockBytes, C::kBlockBytes,
+                          weight_full + ws.index * 8);
               }
               ws.advance();
             }
@@ -162,8 +165,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
 #pragma unroll 1
           for (int chunk = 0; chunk < chunks; ++chunk) {
             wait_empty(row_empty + rs.index * 8, rs.phase);
-            ids.gather<C::kRowBytes, 0, kUniqueMax, 4>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, src + chunk * C::kRowBytes,
-                                     pass.uniq_count, (args.c_in - chunk * CK + 7) / 8, gather_warp, lane);
+            ids.gather<C::kRowBytes, 0, kUniqueMax, 4>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes,
+                                                       src + chunk * C::kRowBytes, pass.uniq_count,
+                                                       (args.c_in - chunk * CK + 7) / 8, gather_warp, lane);
             arrive_after_copies(row_full + rs.index * 8);
             rs.advance();
           }
@@ -202,7 +206,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
       // The first rows of a tile have the most neighbours, the last ones the fewest: the warpgroups swap places.
       const int block = C::kSwap && round % 2 != 0 ? C::kConsumers - 1 - group_id : group_id;
       const int row16 = block * 64 + (warp % 4) * 16;  // first tile row of this warp
-      Accumulator<Acc, BN> acc;  // (64, BN) of this warpgroup
+      Accumulator<Acc, BN> acc;                        // (64, BN) of this warpgroup
       acc.clear();
       int out_row[2];  // rows g and g + 8 of the warp's 16, loaded long before they are needed
       out_row[0] = __ldg(plan.order + int64_t(tile) * kTileM + row16 + lane / 4);
@@ -220,7 +224,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
         }
         const uint4 f = lds_v4(frag + block * 16);
         const uint32_t mine = f.x | f.y | f.z | f.w;  // offsets this warpgroup's 64 rows use
-        const uint32_t local = smem_u + C::kLocalAt + ps.index * C::kLocalBytes + (row16 + lane_row) * 2;  // [k_count][256]
+        const uint32_t local =
+            smem_u + C::kLocalAt + ps.index * C::kLocalBytes + (row16 + lane_row) * 2;  // [k_count][256]
         if (used != 0) {
           for (int chunk = 0; chunk < chunks; ++chunk) {
             uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
@@ -251,7 +256,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
               }
               return before;
             };
-            auto load = [&](int s) { ldmatrix_x4(a[s], at[s / kBlockSteps] ^ (32 * (s % kBlockSteps))); };  // piece 2 s + lane_half
+            auto load = [&](int s) {
+              ldmatrix_x4(a[s], at[s / kBlockSteps] ^ (32 * (s % kBlockSteps)));
+            };  // piece 2 s + lane_half
             bool more = todo != 0;
             uint32_t block = 0;
             if (more) {
@@ -302,7 +309,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
       // ---- epilogue: bias in fp32, one rounding, rows scattered to the caller's order ----
       const int g = within / blocks_n, col0 = within % blocks_n * BN;
       int quad = lane % 4;
-      asm volatile("" : "+r"(quad));  // keeps ptxas from computing the addresses ahead of the mainloop, in registers it needs
+      asm volatile(
+          ""
+          : "+r"(quad));  // keeps ptxas from computing the addresses ahead of the mainloop, in registers it needs
       const int left = args.c_out - col0;  // columns of this block that exist
       const float* bias = args.bias ? args.bias + g * args.c_out + col0 : nullptr;
       const bool wide = args.c_out % 8 == 0 && args.ldo % 8 == 0;  // 16-byte stores are aligned and whole
@@ -381,7 +390,8 @@ KernelEntry fprop_entry(const char* name, DType input) {
   constexpr Accum accum = sizeof(typename C::Acc) == 2 ? Accum::f16 : Accum::f32;
   return {{name, Op::fprop, input, accum, kTileM, C::BN, C::CK, C::kStages,
            Atom<typename C::T, typename C::Acc, C::BN, GMMA::Major::K>::name, 0, 90},
-          fprop_workspace<C>, fprop_launch<C>};
+          fprop_workspace<C>,
+          fprop_launch<C>};
 }
 
 }  // namespace voxmma::sm90

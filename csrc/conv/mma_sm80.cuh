@@ -7,16 +7,20 @@
 
 namespace voxmma {
 
-template <DType In> struct MmaF32;
-template <> struct MmaF32<DType::f16> {
+template <DType In>
+struct MmaF32;
+template <>
+struct MmaF32<DType::f16> {
   using Atom = cute::SM80_16x8x16_F32F16F16F32_TN;
   static constexpr const char* kName = "SM80_16x8x16_F32F16F16F32_TN";
 };
-template <> struct MmaF32<DType::bf16> {
+template <>
+struct MmaF32<DType::bf16> {
   using Atom = cute::SM80_16x8x16_F32BF16BF16F32_TN;
   static constexpr const char* kName = "SM80_16x8x16_F32BF16BF16F32_TN";
 };
-template <> struct MmaF32<DType::f32> {
+template <>
+struct MmaF32<DType::f32> {
   using Atom = cute::SM80_16x8x8_F32TF32TF32F32_TN;
   static constexpr const char* kName = "SM80_16x8x8_F32TF32TF32F32_TN";
 };
@@ -31,7 +35,8 @@ __device__ __forceinline__ uint32_t round_tf32(uint32_t bits) {
 
 // Four operand registers as the tensor core takes them: an A fragment, or the B fragments of two neighbouring n8 blocks.
 // 16-bit inputs go in as they are, fp32 rounded to tf32, or as two tf32 pieces (Split).
-template <DType In, bool Split> struct Operand {
+template <DType In, bool Split>
+struct Operand {
   uint32_t v[4];
   __device__ __forceinline__ void set(const uint32_t (&raw)[4]) {
 #pragma unroll
@@ -42,7 +47,8 @@ template <DType In, bool Split> struct Operand {
 // x = v + rest. v is x rounded to nearest, so that rest (exact) has at most 12 significant bits; the tensor core reads
 // the first 11 of them. Cutting off the one bit left over is as far from rest as rounding it: it is always a tie.
 // A NaN of all ones leaves v as zero, but rest as NaN; for inf, rest is NaN.
-template <> struct Operand<DType::f32, true> {
+template <>
+struct Operand<DType::f32, true> {
   uint32_t v[4], rest[4];
   __device__ __forceinline__ void set(const uint32_t (&raw)[4]) {
 #pragma unroll
@@ -53,10 +59,12 @@ template <> struct Operand<DType::f32, true> {
   }
 };
 
-template <DType In, Accum Acc, bool Split = false> struct Accumulator;
+template <DType In, Accum Acc, bool Split = false>
+struct Accumulator;
 
 // fp32 registers: [0], [1] are row lane / 4, columns 2 (lane & 3) + {0, 1}; [2], [3] the same of row lane / 4 + 8.
-template <DType In> struct Accumulator<In, Accum::f32, false> {
+template <DType In>
+struct Accumulator<In, Accum::f32, false> {
   static constexpr const char* kAtom = MmaF32<In>::kName;
   float v[4] = {0, 0, 0, 0};
   __device__ __forceinline__ void mma(const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -67,7 +75,8 @@ template <DType In> struct Accumulator<In, Accum::f32, false> {
 };
 
 // 3xTF32: multiply() below adds the tensor core's sum of 8 products to these registers on the FP32 units.
-template <> struct Accumulator<DType::f32, Accum::f32, true> {
+template <>
+struct Accumulator<DType::f32, Accum::f32, true> {
   static constexpr const char* kAtom = MmaF32<DType::f32>::kName;
   float v[4] = {0, 0, 0, 0};
   __device__ __forceinline__ void promote() {}
@@ -75,7 +84,8 @@ template <> struct Accumulator<DType::f32, Accum::f32, true> {
 };
 
 // fp16 registers all the way: what the "fp16 accumulator" contract promises.
-template <> struct Accumulator<DType::f16, Accum::f16, false> {
+template <>
+struct Accumulator<DType::f16, Accum::f16, false> {
   static constexpr const char* kAtom = "SM80_16x8x16_F16F16F16F16_TN";
   uint32_t v[2] = {0, 0};
   __device__ __forceinline__ void mma(const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -86,7 +96,8 @@ template <> struct Accumulator<DType::f16, Accum::f16, false> {
 };
 
 // fp16 registers, added into fp32 ones by promote().
-template <> struct Accumulator<DType::f16, Accum::f16_promoted, false> {
+template <>
+struct Accumulator<DType::f16, Accum::f16_promoted, false> {
   static constexpr const char* kAtom = "SM80_16x8x16_F16F16F16F16_TN";
   uint32_t part[2] = {0, 0};
   float v[4] = {0, 0, 0, 0};
@@ -121,20 +132,20 @@ __device__ __forceinline__ void multiply(Accumulator<In, Acc, Split> (&acc)[N], 
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const uint32_t* w = b[(n0 + i) / 2].v + i % 2 * 2;
-        Atom::fma(d[i][0], d[i][1], d[i][2], d[i][3], a.rest[0], a.rest[1], a.rest[2], a.rest[3], w[0], w[1],
-                  0.0f, 0.0f, 0.0f, 0.0f);
+        Atom::fma(d[i][0], d[i][1], d[i][2], d[i][3], a.rest[0], a.rest[1], a.rest[2], a.rest[3], w[0], w[1], 0.0f,
+                  0.0f, 0.0f, 0.0f);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const uint32_t* w = b[(n0 + i) / 2].rest + i % 2 * 2;
-        Atom::fma(d[i][0], d[i][1], d[i][2], d[i][3], a.v[0], a.v[1], a.v[2], a.v[3], w[0], w[1],
-                  d[i][0], d[i][1], d[i][2], d[i][3]);
+        Atom::fma(d[i][0], d[i][1], d[i][2], d[i][3], a.v[0], a.v[1], a.v[2], a.v[3], w[0], w[1], d[i][0], d[i][1],
+                  d[i][2], d[i][3]);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const uint32_t* w = b[(n0 + i) / 2].v + i % 2 * 2;
-        Atom::fma(d[i][0], d[i][1], d[i][2], d[i][3], a.v[0], a.v[1], a.v[2], a.v[3], w[0], w[1],
-                  d[i][0], d[i][1], d[i][2], d[i][3]);
+        Atom::fma(d[i][0], d[i][1], d[i][2], d[i][3], a.v[0], a.v[1], a.v[2], a.v[3], w[0], w[1], d[i][0], d[i][1],
+                  d[i][2], d[i][3]);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)

@@ -23,11 +23,15 @@ __global__ void pack_kernel(PackArgs args, int n_blocks, int chunks, int64_t tot
   const int pieces = args.k / PE;
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < total; i += int64_t{gridDim.x} * kThreads) {
     int64_t rest = i;
-    const int row = static_cast<int>(rest % args.n);          rest /= args.n;  // fastest: coalesced reads of plain weights
-    const int piece = static_cast<int>(rest % pieces);        rest /= pieces;
-    const int64_t block = rest;                               // linear over [G][n_blocks][K][chunks]
-    const int chunk = static_cast<int>(rest % chunks);        rest /= chunks;
-    const int offset = static_cast<int>(rest % args.kernel_volume);  rest /= args.kernel_volume;
+    const int row = static_cast<int>(rest % args.n);
+    rest /= args.n;  // fastest: coalesced reads of plain weights
+    const int piece = static_cast<int>(rest % pieces);
+    rest /= pieces;
+    const int64_t block = rest;  // linear over [G][n_blocks][K][chunks]
+    const int chunk = static_cast<int>(rest % chunks);
+    rest /= chunks;
+    const int offset = static_cast<int>(rest % args.kernel_volume);
+    rest /= args.kernel_volume;
     const int nb = static_cast<int>(rest % n_blocks);
     const int group = static_cast<int>(rest / n_blocks);
     const int co = nb * args.n + row;
@@ -40,14 +44,16 @@ __global__ void pack_kernel(PackArgs args, int n_blocks, int chunks, int64_t tot
     for (int e = 0; e < PE; ++e) {
       const int ci = ci0 + e;
       const bool inside = co < args.c_out && ci < args.c_in;
-      const int64_t at = args.transpose ? static_cast<int64_t>(co) * args.c_in + ci
-                                        : static_cast<int64_t>(ci) * args.c_out + co;
+      const int64_t at =
+          args.transpose ? static_cast<int64_t>(co) * args.c_in + ci : static_cast<int64_t>(ci) * args.c_out + co;
       v[e] = inside ? convert<T>(w[at]) : convert<T>(0.0f);
     }
     const int row_bytes = args.k * static_cast<int>(sizeof(T));
     T* dst = image + (block * args.n + row) * args.k + swizzle(row, piece, row_bytes) * PE;
-    if constexpr (PE * sizeof(T) == 16) *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(v);
-    else dst[0] = v[0];
+    if constexpr (PE * sizeof(T) == 16)
+      *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(v);
+    else
+      dst[0] = v[0];
   }
   if (args.bias != nullptr) {
     const int64_t channels = int64_t{args.groups} * args.c_out;
@@ -67,7 +73,8 @@ cudaError_t pack_typed(const PackArgs& args, cudaStream_t stream) {
   const int64_t total = args.k == 1 ? elements : elements / kPiece;
   const int64_t wanted = ceil_div(total, kThreads);
   const int64_t blocks = wanted < 65536 ? wanted : 65536;
-  if (args.k == 1) return launch_kernel(pack_kernel<T, W, 1>, blocks, kThreads, 0, stream, args, n_blocks, chunks, total);
+  if (args.k == 1)
+    return launch_kernel(pack_kernel<T, W, 1>, blocks, kThreads, 0, stream, args, n_blocks, chunks, total);
   return launch_kernel(pack_kernel<T, W, kPiece>, blocks, kThreads, 0, stream, args, n_blocks, chunks, total);
 }
 
@@ -128,7 +135,8 @@ cudaError_t pack_weight(const PackArgs& args, cudaStream_t stream) {
 cudaError_t reduce_splits(const void* partial, DType acc, int splits, int64_t count, void* out, DType out_dtype,
                           cudaStream_t stream) {
   if (acc == DType::f32) return reduce_typed(static_cast<const float*>(partial), splits, count, out, out_dtype, stream);
-  if (acc == DType::f64) return reduce_typed(static_cast<const double*>(partial), splits, count, out, out_dtype, stream);
+  if (acc == DType::f64)
+    return reduce_typed(static_cast<const double*>(partial), splits, count, out, out_dtype, stream);
   return cudaErrorInvalidValue;
 }
 

@@ -53,8 +53,10 @@ cudaError_t allow_shared(const void* kernel, size_t smem) {  // common.cuh
   const std::lock_guard<std::mutex> lock(mutex);
   if (allowed.count({kernel, device}) != 0) return cudaSuccess;
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem));
-  if (status == cudaSuccess) allowed.emplace(kernel, device);
-  else cudaGetLastError();  // reported by value: leave no sticky error behind
+  if (status == cudaSuccess)
+    allowed.emplace(kernel, device);
+  else
+    cudaGetLastError();  // reported by value: leave no sticky error behind
   return status;
 }
 

@@ -30,7 +30,9 @@ struct Simt {
 template <int N, class A, class T>
 __device__ __forceinline__ void load_elements(A (&v)[N], const T* p, int valid, bool vec) {
   constexpr int kAlign = N * sizeof(T) < 16 ? N * sizeof(T) : 16;
-  struct alignas(kAlign) Vector { T e[N]; };
+  struct alignas(kAlign) Vector {
+    T e[N];
+  };
   if (vec && valid >= N) {
     const Vector all = *reinterpret_cast<const Vector*>(p);
 #pragma unroll
@@ -44,7 +46,9 @@ __device__ __forceinline__ void load_elements(A (&v)[N], const T* p, int valid, 
 template <class T, class A>
 __device__ __forceinline__ void store4(T* p, const A (&v)[4], int valid, bool vec) {
   constexpr int kAlign = 4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16;
-  struct alignas(kAlign) Vector { T e[4]; };
+  struct alignas(kAlign) Vector {
+    T e[4];
+  };
   if (vec && valid >= 4) {
     Vector all;
 #pragma unroll
@@ -69,15 +73,18 @@ __device__ __forceinline__ void store_outputs(const ConvArgs& args, int tile_row
       if (i < valid) v[i] += static_cast<A>(__ldg(args.bias + channel + i));
   }
   const int64_t at = row * args.ldo + channel;
-  if (args.out_dtype == In) store4(static_cast<type_of<In>*>(args.out) + at, v, valid, vec);
-  else store4(static_cast<float*>(args.out) + at, v, valid, vec);
+  if (args.out_dtype == In)
+    store4(static_cast<type_of<In>*>(args.out) + at, v, valid, vec);
+  else
+    store4(static_cast<float*>(args.out) + at, v, valid, vec);
 }
 
 // Resolves the local indices of a pass for Rows tile rows: s_row[j][r] = row of x under offset k_begin + j, or -1.
 template <int Rows>
-__device__ __forceinline__ void resolve_rows(const PlanView& plan, int tile, const Pass& pass, int first, int (*s_row)[Rows]) {
-  const uint16_t* local =
-      plan.local + (static_cast<int64_t>(tile) * plan.kernel_volume + pass.k_begin) * kTileM + first;  // [k_count][kTileM]
+__device__ __forceinline__ void resolve_rows(const PlanView& plan, int tile, const Pass& pass, int first,
+                                             int (*s_row)[Rows]) {
+  const uint16_t* local = plan.local + (static_cast<int64_t>(tile) * plan.kernel_volume + pass.k_begin) * kTileM +
+                          first;  // [k_count][kTileM]
   const int* uniq = plan.uniq + static_cast<int64_t>(pass.uniq_begin4) * 4;
   for (int i = threadIdx.x; i < pass.k_count * Rows; i += blockDim.x) {
     const int index = __ldg(local + i / Rows * kTileM + i % Rows);
@@ -88,16 +95,16 @@ __device__ __forceinline__ void resolve_rows(const PlanView& plan, int tile, con
 // ---- fprop, wide groups ----------------------------------------------------------------------------------------------
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 2)
-simt_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec_in, const bool vec_out) {
+    simt_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec_in, const bool vec_out) {
   using T = typename C::T;
   using A = typename C::A;
   constexpr int kRows = C::kRows, kCols = C::kCols, kDepth = C::kDepth;
-  constexpr int TM = kRows / 16;                            // thread: TM rows x 4 channels
-  constexpr int kEach = kRows * kDepth / C::kThreads;       // channels of one row that a thread loads
+  constexpr int TM = kRows / 16;                       // thread: TM rows x 4 channels
+  constexpr int kEach = kRows * kDepth / C::kThreads;  // channels of one row that a thread loads
   constexpr int kParts = kDepth / kEach, kSub = kTileM / kRows, kSubFrags = kFrags / kSub;
   __shared__ int s_row[kPassOffsets][kRows];
-  __shared__ __align__(16) A s_x[2][kDepth][kRows];         // [buffer][channel][row]
-  __shared__ __align__(16) A s_w[2][kDepth][kCols];         // [buffer][channel][output channel]
+  __shared__ __align__(16) A s_x[2][kDepth][kRows];  // [buffer][channel][row]
+  __shared__ __align__(16) A s_w[2][kDepth][kCols];  // [buffer][channel][output channel]
 
   const PlanView& plan = args.plan;
   const int tid = threadIdx.x, lane = tid % 32;
@@ -106,11 +113,12 @@ simt_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec_in, co
   const ScheduledTile scheduled = load_scheduled(plan.schedule, blockIdx.x / n_blocks / args.groups / kSub);
   const int tile = scheduled.tile;
   const int sub = static_cast<int>(blockIdx.x / n_blocks / args.groups % kSub);
-  const int ty = tid / 16, tx = tid % 16;                   // rows ty * TM ..., channels tx * 4 ...
+  const int ty = tid / 16, tx = tid % 16;  // rows ty * TM ..., channels tx * 4 ...
   const T* x = static_cast<const T*>(args.a) + group * args.a_group;
-  const int co_load = nb * kCols + tid / 4;                 // the output channel whose weights this thread loads
-  const T* w = static_cast<const T*>(args.b) +              // [K][c_in] of that channel
-               (static_cast<int64_t>(group) * args.c_out + min(co_load, args.c_out - 1)) * plan.kernel_volume * args.c_in;
+  const int co_load = nb * kCols + tid / 4;  // the output channel whose weights this thread loads
+  const T* w =
+      static_cast<const T*>(args.b) +  // [K][c_in] of that channel
+      (static_cast<int64_t>(group) * args.c_out + min(co_load, args.c_out - 1)) * plan.kernel_volume * args.c_in;
   const int chunks = (args.c_in + kDepth - 1) / kDepth;
 
   A acc[TM][4] = {};
@@ -172,7 +180,7 @@ simt_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec_in, co
 // ---- fprop, narrow groups --------------------------------------------------------------------------------------------
 template <class C>
 __global__ void __launch_bounds__(C::kThreads)
-simt_narrow_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec_in, const bool vec_out) {
+    simt_narrow_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec_in, const bool vec_out) {
   using T = typename C::T;
   using A = typename C::A;
   constexpr int kRows = C::kNarrowRows, kCols = C::kCols, kSub = kTileM / kRows, kSubFrags = kFrags / kSub;
@@ -184,10 +192,10 @@ simt_narrow_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec
   const int nb = static_cast<int>(blockIdx.x % n_blocks);
   const ScheduledTile scheduled = load_scheduled(plan.schedule, blockIdx.x / n_blocks / kSub);
   const int tile = scheduled.tile, sub = static_cast<int>(blockIdx.x / n_blocks % kSub);
-  const int channels = args.groups * args.c_out;        // output channels of all groups
+  const int channels = args.groups * args.c_out;            // output channels of all groups
   const int c0 = nb * kCols + tid % 16 * 4, r0 = tid / 16;  // thread: channels c0 .. c0 + 3, rows r0 + 16 i
   const T* x = static_cast<const T*>(args.a);
-  const T* w = static_cast<const T*>(args.b);           // [channels][K][c_in]
+  const T* w = static_cast<const T*>(args.b);                                                   // [channels][K][c_in]
   const bool depthwise = vec_in && args.c_out == 1 && args.a_group == 1 && c0 + 4 <= channels;  // 4 channels, one load
 
   A acc[4][4] = {};  // [row][channel]
@@ -221,7 +229,8 @@ simt_narrow_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec
           } else {
 #pragma unroll
             for (int n = 0; n < 4; ++n)
-              a[n] = c0 + n < channels ? convert<A>(x[row * args.lda + (c0 + n) / args.c_out * args.a_group + ci]) : A(0);
+              a[n] =
+                  c0 + n < channels ? convert<A>(x[row * args.lda + (c0 + n) / args.c_out * args.a_group + ci]) : A(0);
           }
 #pragma unroll
           for (int n = 0; n < 4; ++n) acc[i][n] = fma(a[n], b[n], acc[i][n]);
@@ -241,13 +250,13 @@ cudaError_t launch_simt_fprop(const ConvArgs& args, cudaStream_t stream) {
   const int64_t tiles = args.plan.tiles;
   if (C::narrow(args)) {
     const int n_blocks = static_cast<int>(ceil_div(static_cast<int64_t>(args.groups) * args.c_out, C::kCols));
-    return launch_kernel(simt_narrow_fprop_kernel<C>, tiles * (kTileM / C::kNarrowRows) * n_blocks, C::kThreads, 0, stream,
-                         args, n_blocks, rows_aligned16(args.a, args.lda, 0, in_bytes),
+    return launch_kernel(simt_narrow_fprop_kernel<C>, tiles * (kTileM / C::kNarrowRows) * n_blocks, C::kThreads, 0,
+                         stream, args, n_blocks, rows_aligned16(args.a, args.lda, 0, in_bytes),
                          rows_aligned16(args.out, args.ldo, 0, out_bytes));
   }
   const int n_blocks = static_cast<int>(ceil_div(args.c_out, C::kCols));
-  return launch_kernel(simt_fprop_kernel<C>, tiles * (kTileM / C::kRows) * args.groups * n_blocks, C::kThreads, 0, stream,
-                       args, n_blocks, rows_aligned16(args.a, args.lda, args.a_group, in_bytes),
+  return launch_kernel(simt_fprop_kernel<C>, tiles * (kTileM / C::kRows) * args.groups * n_blocks, C::kThreads, 0,
+                       stream, args, n_blocks, rows_aligned16(args.a, args.lda, args.a_group, in_bytes),
                        rows_aligned16(args.out, args.ldo, args.c_out, out_bytes));
 }
 
@@ -256,7 +265,7 @@ cudaError_t launch_simt_fprop(const ConvArgs& args, cudaStream_t stream) {
 // offset k, one a thread, each quarter of the threads adding every fourth pair.
 template <class C, bool Narrow>
 __global__ void __launch_bounds__(C::kThreads, 2)
-simt_wgrad_kernel(const ConvArgs args, const int ci_blocks, const int co_blocks, const int splits) {
+    simt_wgrad_kernel(const ConvArgs args, const int ci_blocks, const int co_blocks, const int splits) {
   using T = typename C::T;
   using A = typename C::A;
   constexpr int kCols = C::kCols, kDepth = C::kDepth, kWarps = C::kThreads / 32;
@@ -268,9 +277,12 @@ simt_wgrad_kernel(const ConvArgs args, const int ci_blocks, const int co_blocks,
   const int volume = plan.kernel_volume, tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   const int groups = Narrow ? 1 : args.groups;  // narrow: ci_blocks counts blocks over all groups, co_blocks = 1
   unsigned rest = blockIdx.x;                   // blocks that read the same tiles run next to each other
-  const int cb = static_cast<int>(rest % co_blocks) * kCols;   rest /= co_blocks;
-  const int rb = static_cast<int>(rest % ci_blocks) * kCols;   rest /= ci_blocks;
-  const int group = static_cast<int>(rest % groups);           rest /= groups;
+  const int cb = static_cast<int>(rest % co_blocks) * kCols;
+  rest /= co_blocks;
+  const int rb = static_cast<int>(rest % ci_blocks) * kCols;
+  rest /= ci_blocks;
+  const int group = static_cast<int>(rest % groups);
+  rest /= groups;
   const int k = static_cast<int>(rest % volume);
   const int split = static_cast<int>(rest / volume);
 
@@ -333,8 +345,10 @@ simt_wgrad_kernel(const ConvArgs args, const int ci_blocks, const int co_blocks,
       const auto fetch = [&](int first) {
         const int i = first + tid / 16;
         const bool inside = i < pairs;
-        load_elements(next_x, x + (inside ? s_pair_x[i] : 0) * args.lda + rb + c, inside ? args.c_in - rb - c : 0, false);
-        load_elements(next_y, dy + (inside ? s_pair_y[i] : 0) * args.ldb + cb + c, inside ? args.c_out - cb - c : 0, false);
+        load_elements(next_x, x + (inside ? s_pair_x[i] : 0) * args.lda + rb + c, inside ? args.c_in - rb - c : 0,
+                      false);
+        load_elements(next_y, dy + (inside ? s_pair_y[i] : 0) * args.ldb + cb + c, inside ? args.c_out - cb - c : 0,
+                      false);
       };
       if (pairs > 0) fetch(0);
       for (int first = 0; first < pairs; first += kDepth) {
@@ -416,14 +430,17 @@ template <DType In>
 KernelEntry simt_fprop_entry(const char* name) {
   using C = Simt<In>;
   return {{name, Op::fprop, In, C::Acc == DType::f64 ? Accum::f64 : Accum::f32, C::kRows, 1, 1, 2, "SIMT", 0, 80},
-          no_workspace, launch_simt_fprop<C>};
+          no_workspace,
+          launch_simt_fprop<C>};
 }
 
 template <DType In>
 KernelEntry simt_wgrad_entry(const char* name) {
   using C = Simt<In>;
-  return {{name, Op::wgrad, In, C::Acc == DType::f64 ? Accum::f64 : Accum::f32, C::kCols, C::kCols, C::kDepth, 1, "SIMT", 0,
-           80}, SimtWgrad<C>::workspace, SimtWgrad<C>::launch};
+  return {{name, Op::wgrad, In, C::Acc == DType::f64 ? Accum::f64 : Accum::f32, C::kCols, C::kCols, C::kDepth, 1,
+           "SIMT", 0, 80},
+          SimtWgrad<C>::workspace,
+          SimtWgrad<C>::launch};
 }
 
 }  // namespace voxmma

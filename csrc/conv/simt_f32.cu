@@ -5,12 +5,9 @@ namespace voxmma {
 
 const std::vector<KernelEntry>& simt_f32_entries() {
   static const std::vector<KernelEntry> entries = {
-      simt_fprop_entry<DType::f32>("simt_f32"),
-      simt_fprop_entry<DType::f16>("simt_f16"),
-      simt_fprop_entry<DType::bf16>("simt_bf16"),
-      simt_wgrad_entry<DType::f32>("simt_f32_wgrad"),
-      simt_wgrad_entry<DType::f16>("simt_f16_wgrad"),
-      simt_wgrad_entry<DType::bf16>("simt_bf16_wgrad"),
+      simt_fprop_entry<DType::f32>("simt_f32"),       simt_fprop_entry<DType::f16>("simt_f16"),
+      simt_fprop_entry<DType::bf16>("simt_bf16"),     simt_wgrad_entry<DType::f32>("simt_f32_wgrad"),
+      simt_wgrad_entry<DType::f16>("simt_f16_wgrad"), simt_wgrad_entry<DType::bf16>("simt_bf16_wgrad"),
   };
   return entries;
 }

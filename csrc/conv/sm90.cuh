@@ -5,13 +5,13 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cute/tensor.hpp>
-#include <cute/arch/mma_sm90_gmma.hpp>
-#include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/bfloat16.h>
 #include <cutlass/half.h>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+#include <cute/tensor.hpp>
 
 #include "common.cuh"
 
@@ -49,7 +49,9 @@ __device__ inline void wait_full(uint32_t bar, uint32_t phase) {
   do {
     asm volatile(
         "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\nselp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(done) : "r"(bar), "r"(phase), "r"(kSuspend) : "memory");
+        : "=r"(done)
+        : "r"(bar), "r"(phase), "r"(kSuspend)
+        : "memory");
   } while (done == 0);
 }
 // A producer waits for the phase before the one it will fill: the first round falls through.
@@ -73,7 +75,8 @@ __device__ inline void release(uint32_t bar, int lane) {
 }
 __device__ inline void bulk_copy(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(smem),
-               "l"(gmem), "r"(bytes), "r"(bar) : "memory");
+               "l"(gmem), "r"(bytes), "r"(bar)
+               : "memory");
 }
 __device__ inline int lds_u16(uint32_t addr) {
   uint16_t v;
@@ -87,11 +90,15 @@ __device__ inline uint32_t lds_u32(uint32_t addr) {
 }
 __device__ inline uint4 lds_v4(uint32_t addr) {
   uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(addr)
+               : "memory");
   return v;
 }
 __device__ inline void sts_v4(uint32_t addr, int4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 __device__ inline void sts_u32(uint32_t addr, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(addr), "r"(v) : "memory");
@@ -115,21 +122,25 @@ __device__ inline void cp_async_16(uint32_t smem, const void* gmem) {
 
 __device__ inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t addr) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(addr) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(addr)
+               : "memory");
 }
 __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t addr) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(addr) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(addr)
+               : "memory");
 }
 
 // The wgmma atom m64 x N x k16, A (K-major) from registers, B from shared memory in `MajorB`.
 template <class T, class Acc, int N, GMMA::Major MajorB>
 struct Atom;
-#define VOXMMA_ATOM(T, ACC, N, NAME)                                                           \
-  template <GMMA::Major MajorB>                                                                \
-  struct Atom<T, ACC, N, MajorB> {                                                             \
-    using type = GMMA::NAME<GMMA::Major::K, MajorB>;                                           \
-    static constexpr const char* name = "SM90::GMMA::" #NAME;                                  \
+#define VOXMMA_ATOM(T, ACC, N, NAME)                          \
+  template <GMMA::Major MajorB>                               \
+  struct Atom<T, ACC, N, MajorB> {                            \
+    using type = GMMA::NAME<GMMA::Major::K, MajorB>;          \
+    static constexpr const char* name = "SM90::GMMA::" #NAME; \
   };
 VOXMMA_ATOM(cutlass::half_t, float, 32, MMA_64x32x16_F32F16F16_RS)
 VOXMMA_ATOM(cutlass::half_t, float, 64, MMA_64x64x16_F32F16F16_RS)
@@ -222,8 +233,11 @@ struct PassWalk {
   int i = 0;
 
   __device__ PassWalk(const ScheduledTile* schedule_, int tiles, int index_, int count_, int per_tile_)
-      : schedule(reinterpret_cast<const int4*>(schedule_)), index(index_), count(count_),
-        end(uint32_t(tiles) * per_tile_), per_tile(per_tile_) {
+      : schedule(reinterpret_cast<const int4*>(schedule_)),
+        index(index_),
+        count(count_),
+        end(uint32_t(tiles) * per_tile_),
+        per_tile(per_tile_) {
     item = dealt(0, index, count);
     now = load(item);
     next = load(next_item = dealt(1, index, count));
@@ -309,7 +323,8 @@ struct RowIds {
 #pragma unroll
           for (int h = 0; h < kBatch; ++h) {
             const bool ok = piece_valid && row[h] != kNone;  // an address that is not ok is not read
-            cp_async_16((h % 2 ? odd : even) + to + (h - h % 2) * kRowsAtOnce * RowBytes, src + uint64_t(row[h]) * 16, ok);
+            cp_async_16((h % 2 ? odd : even) + to + (h - h % 2) * kRowsAtOnce * RowBytes, src + uint64_t(row[h]) * 16,
+                        ok);
           }
         }
       }

@@ -16,27 +16,27 @@ namespace voxmma {
 template <DType In_, int CI_, int Stages_, int Arch_, int CO_ = 64, int Promote_ = 0>
 struct WgradSm80 {
   static constexpr DType In = In_;
-  static constexpr int CI = CI_, CO = CO_;             // channels of x (MMA rows) and of dy (MMA columns)
-  static constexpr int Promote = Promote_;             // fp32: 8 = 3xTF32, 0 = operands rounded to tf32 (fprop_sm80.cuh)
+  static constexpr int CI = CI_, CO = CO_;  // channels of x (MMA rows) and of dy (MMA columns)
+  static constexpr int Promote = Promote_;  // fp32: 8 = 3xTF32, 0 = operands rounded to tf32 (fprop_sm80.cuh)
   static constexpr bool kSplit = Promote > 0;
   using Sum = Accumulator<In, Accum::f32, kSplit>;
   static constexpr int kStages = Stages_;
-  static constexpr int kArch = Arch_;                  // 90: needs more shared memory and registers than an A100 gives
-  static constexpr int kWarps = 8;                     // consumers
-  static constexpr int kProducers = 4;                 // half of them copy x, half dy
+  static constexpr int kArch = Arch_;   // 90: needs more shared memory and registers than an A100 gives
+  static constexpr int kWarps = 8;      // consumers
+  static constexpr int kProducers = 4;  // half of them copy x, half dy
   static constexpr int kThreads = (kWarps + kProducers) * 32;
   static constexpr int kFragsM = CI / 16, kFragsN = CO / 8;
   static constexpr int kStepK = 32 / dtype_bytes(In);  // pairs of an MMA step
   static constexpr int kRowX = CI * dtype_bytes(In), kRowY = CO * dtype_bytes(In);
   // One stage. The last row of dy and of x is zero: pairs that fill up a list point there.
-  static constexpr int kY = 0;                                   // [kTileM + 1][CO]
-  static constexpr int kX = kY + (kTileM + 1) * kRowY;           // [kUniqueMax + 1][CI]
-  static constexpr int kLocal = kX + (kUniqueMax + 1) * kRowX;   // [kWarps][kTileM] uint16
-  static constexpr int kInfo = kLocal + kWarps * kTileM * 2;     // int4 {1 or 0 = end, k_begin, k_count, 0}
+  static constexpr int kY = 0;                                  // [kTileM + 1][CO]
+  static constexpr int kX = kY + (kTileM + 1) * kRowY;          // [kUniqueMax + 1][CI]
+  static constexpr int kLocal = kX + (kUniqueMax + 1) * kRowX;  // [kWarps][kTileM] uint16
+  static constexpr int kInfo = kLocal + kWarps * kTileM * 2;    // int4 {1 or 0 = end, k_begin, k_count, 0}
   static constexpr int kStageBytes = (kInfo + 16 + 127) / 128 * 128;
   // Behind the stages.
   static constexpr int kListLength = kTileM + kFragRows;
-  static constexpr int kList = kStages * kStageBytes;            // [kWarps][kListLength] uint32: x row | dy row << 16
+  static constexpr int kList = kStages * kStageBytes;              // [kWarps][kListLength] uint32: x row | dy row << 16
   static constexpr int kIndex = kList + kWarps * kListLength * 4;  // [kUniqueMax] x rows, [kTileM] dy rows of a step
   static constexpr int kFull = kIndex + (kUniqueMax + kTileM) * 4;  // mbarriers [kStages]
   static constexpr int kEmpty = kFull + kStages * 8;
@@ -60,7 +60,8 @@ inline constexpr bool kSm90a = false;
 #endif
 
 template <class C>
-__device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_blocks, const int co_blocks, const int splits) {
+__device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_blocks, const int co_blocks,
+                                           const int splits) {
   using T = type_of<C::In>;
   extern __shared__ __align__(1024) unsigned char smem[];
   const PlanView& plan = args.plan;
@@ -73,9 +74,12 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
   // Blocks that read the same tiles run next to each other: the range of tiles is the slowest index.
   const int offset_blocks = wgrad_offset_blocks(volume);
   unsigned rest = blockIdx.x;
-  const int ob = static_cast<int>(rest % offset_blocks);   rest /= offset_blocks;
-  const int co0 = static_cast<int>(rest % co_blocks) * C::CO;   rest /= co_blocks;
-  const int ci0 = static_cast<int>(rest % ci_blocks) * C::CI;   rest /= ci_blocks;
+  const int ob = static_cast<int>(rest % offset_blocks);
+  rest /= offset_blocks;
+  const int co0 = static_cast<int>(rest % co_blocks) * C::CO;
+  rest /= co_blocks;
+  const int ci0 = static_cast<int>(rest % ci_blocks) * C::CI;
+  rest /= ci_blocks;
   const int group = static_cast<int>(rest % args.groups);
   const int split = static_cast<int>(rest / args.groups);
   const int o0 = static_cast<int>(static_cast<int64_t>(volume) * ob / offset_blocks);  // offsets [o0, o1)
@@ -99,11 +103,11 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
   if (warp >= C::kWarps) {
     // ---- producers -----------------------------------------------------------------------------------------------
     if constexpr (C::kArch == 90) VOXMMA_SETMAXNREG("dec", 56);
-    constexpr int kEach = C::kProducers / 2;                     // warps that share the rows of x, and of dy
+    constexpr int kEach = C::kProducers / 2;  // warps that share the rows of x, and of dy
     const bool is_x = warp < C::kWarps + kEach;
-    const int sub = (warp - C::kWarps) % kEach;                  // which part of the rows
-    const bool describes = !is_x && sub == 0;                    // copies local indices and writes the description
-    int* index = reinterpret_cast<int*>(smem + C::kIndex) +      // numbers of the warp's rows in this step
+    const int sub = (warp - C::kWarps) % kEach;              // which part of the rows
+    const bool describes = !is_x && sub == 0;                // copies local indices and writes the description
+    int* index = reinterpret_cast<int*>(smem + C::kIndex) +  // numbers of the warp's rows in this step
                  (is_x ? sub * (kUniqueMax / kEach) : kUniqueMax + sub * (kTileM / kEach));
     int stage = 0, parity = 0;
     // Copies rows [begin, end), numbered index[0], ... (-1: zeros): 16-byte piece lane % P of row lane / P, and so on.
@@ -116,7 +120,8 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
 #pragma unroll 4
       for (int row = begin + lane / kPieces; row < end; row += kStride) {
         const int at = index[row - begin];
-        cp_async16(dst + row * kRow + swizzle(row, piece, kRow) * 16, from + (at < 0 ? 0 : at) * ld, at < 0 ? 0 : bytes);
+        cp_async16(dst + row * kRow + swizzle(row, piece, kRow) * 16, from + (at < 0 ? 0 : at) * ld,
+                   at < 0 ? 0 : bytes);
       }
     };
     const auto produce = [&](int tile, const Pass& pass) {
@@ -145,7 +150,8 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
           cp_async16(dst + C::kLocal + (k - o0) * kTileM * 2 + lane * 16, src + lane * 8);
         }
         if (lane == 0) {
-          *reinterpret_cast<int4*>(smem + stage * C::kStageBytes + C::kInfo) = make_int4(1, pass.k_begin, pass.k_count, 0);
+          *reinterpret_cast<int4*>(smem + stage * C::kStageBytes + C::kInfo) =
+              make_int4(1, pass.k_begin, pass.k_count, 0);
           mbarrier_arrive(full(stage));
         }
       }
@@ -154,14 +160,14 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
     };
 
     for (uint32_t round = 0, position; (position = dealt(round, split, splits)) < static_cast<uint32_t>(plan.tiles);
-       ++round) {
+         ++round) {
       const ScheduledTile scheduled = load_scheduled(plan.schedule, position);
       const int tile = scheduled.tile;
       for (int first = 0; first < scheduled.passes; first += 32) {  // 32 passes at a time, one a lane
         Pass mine = {0, 0, 0, 0};
         if (first + lane < scheduled.passes) mine = load_pass(plan, scheduled.first_pass + first + lane);
-        uint32_t hits = __ballot_sync(
-            ~0u, mine.k_begin < o1 && mine.k_begin + mine.k_count > o0 && mine.uniq_count > 0);
+        uint32_t hits =
+            __ballot_sync(~0u, mine.k_begin < o1 && mine.k_begin + mine.k_count > o0 && mine.uniq_count > 0);
         for (; hits; hits &= hits - 1) {
           const int from = __ffs(hits) - 1;
           const Pass pass = {__shfl_sync(~0u, mine.k_begin, from), __shfl_sync(~0u, mine.k_count, from),
@@ -182,10 +188,10 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
   // ---- consumers ---------------------------------------------------------------------------------------------------
   if constexpr (C::kArch == 90) VOXMMA_SETMAXNREG("inc", 224);
   const int count = o1 - o0, spare = C::kWarps - count;
-  const int helped = max(o0, min(volume / 2, o1 - 1));       // the offset that the spare warps share
+  const int helped = max(o0, min(volume / 2, o1 - 1));  // the offset that the spare warps share
   const int part = warp < count ? 0 : warp - count + 1;
   const int k = part == 0 ? o0 + warp : helped;
-  const int parts = k == helped ? 1 + spare : 1;             // this warp takes steps part, part + parts, ...
+  const int parts = k == helped ? 1 + spare : 1;  // this warp takes steps part, part + parts, ...
   uint32_t* list = reinterpret_cast<uint32_t*>(smem + C::kList) + warp * C::kListLength;
 
   // fp32 operands are read in 16-byte pieces: lane l reads piece `mine` (then 8 pieces on, if the row has them) of the
@@ -226,7 +232,7 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
       const uint32_t s_x = base + stage * C::kStageBytes + C::kX;
       const uint32_t s_y = base + stage * C::kStageBytes + C::kY;
       uint32_t a[C::kFragsM][4], b[2][C::kFragsN / 2][4];
-      uint32_t entry[2] = {0, 0};                 // list entries of the step after the one being loaded
+      uint32_t entry[2] = {0, 0};                     // list entries of the step after the one being loaded
       uint32_t row_x[2] = {0, 0}, row_y[2] = {0, 0};  // its shared memory addresses (16 bit: [0] only)
       const auto read_list = [&](int step) {
         const int at = min(step * C::kStepK, kTileM);  // behind the end: read, never used
@@ -266,7 +272,7 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
 #pragma unroll
           for (int n = 0; n < C::kFragsN / 2; n += 2) {
             const uint4 p = piece(row_y[0] + n / 2 * 128), q = piece(row_y[1] + n / 2 * 128);
-            uint32_t(&first)[4] = b[buffer][n], (&second)[4] = b[buffer][n + 1];
+            uint32_t (&first)[4] = b[buffer][n], (&second)[4] = b[buffer][n + 1];
             first[0] = p.x, first[1] = q.x, first[2] = p.y, first[3] = q.y;
             second[0] = p.z, second[1] = q.z, second[2] = p.w, second[3] = q.w;
           }
@@ -300,7 +306,8 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
         load_y(std::integral_constant<int, 0>());
 #pragma unroll
         for (int m = 0; m < C::kFragsM; ++m) load_x(m);
-        while (multiply_step(std::integral_constant<int, 0>()) && multiply_step(std::integral_constant<int, 1>())) {}
+        while (multiply_step(std::integral_constant<int, 0>()) && multiply_step(std::integral_constant<int, 1>())) {
+        }
       }
     }
     __syncwarp();  // every lane has read its operands (and its list): the stage may be overwritten
@@ -362,7 +369,7 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-wgrad_sm80_kernel(const ConvArgs args, const int ci_blocks, const int co_blocks, const int splits) {
+    wgrad_sm80_kernel(const ConvArgs args, const int ci_blocks, const int co_blocks, const int splits) {
   if constexpr (C::kArch == 80 || kSm90a) wgrad_sm80<C>(args, ci_blocks, co_blocks, splits);
 }
 
@@ -378,9 +385,9 @@ struct WgradSm80Launch {
   static int splits(const ConvArgs& args) { return wgrad_splits(args, blocks(args), count(args), 4); }
   static size_t workspace(const ConvArgs& args) { return static_cast<size_t>(splits(args)) * count(args) * 4; }
   static cudaError_t launch(const ConvArgs& args, cudaStream_t stream) {
-    const cudaError_t status = launch_kernel(
-        wgrad_sm80_kernel<C>, blocks(args) * splits(args), C::kThreads, C::kSmem, stream, args,
-        static_cast<int>(ceil_div(args.c_in, C::CI)), static_cast<int>(ceil_div(args.c_out, C::CO)), splits(args));
+    const cudaError_t status = launch_kernel(wgrad_sm80_kernel<C>, blocks(args) * splits(args), C::kThreads, C::kSmem,
+                                             stream, args, static_cast<int>(ceil_div(args.c_in, C::CI)),
+                                             static_cast<int>(ceil_div(args.c_out, C::CO)), splits(args));
     if (status != cudaSuccess) return status;
     return reduce_splits(args.workspace, DType::f32, splits(args), count(args), args.out, args.out_dtype, stream);
   }
@@ -389,8 +396,10 @@ struct WgradSm80Launch {
 template <class C>
 KernelEntry wgrad_sm80_entry(const char* name) {
   using Launch = WgradSm80Launch<C>;
-  return {{name, Op::wgrad, C::In, Accum::f32, C::CI, C::CO, C::kStepK, C::kStages,
-           C::Sum::kAtom, C::Promote, C::kArch}, Launch::workspace, Launch::launch};
+  return {
+      {name, Op::wgrad, C::In, Accum::f32, C::CI, C::CO, C::kStepK, C::kStages, C::Sum::kAtom, C::Promote, C::kArch},
+      Launch::workspace,
+      Launch::launch};
 }
 
 }  // namespace voxmma

@@ -28,17 +28,17 @@ struct WgradConfig {
   using T = T_;
   static constexpr int BN = BN_, CK = CK_;
   static constexpr int kConsumers = 2;
-  static constexpr int kProducers = 1;                     // warpgroups
+  static constexpr int kProducers = 1;  // warpgroups
   static constexpr int kThreads = kWarpGroup * (kConsumers + kProducers);
-  static constexpr int kGatherWarps = kProducers * 4;      // the first one also fetches indices
-  static constexpr int kStack = 64 / CK;                   // offsets stacked in one accumulator
-  static constexpr int J = BN == 128 ? 3 : 6;              // accumulators of a warpgroup: 192 registers at most
-  static constexpr int kSlots = kConsumers * J * kStack;   // offsets of a CTA
+  static constexpr int kGatherWarps = kProducers * 4;     // the first one also fetches indices
+  static constexpr int kStack = 64 / CK;                  // offsets stacked in one accumulator
+  static constexpr int J = BN == 128 ? 3 : 6;             // accumulators of a warpgroup: 192 registers at most
+  static constexpr int kSlots = kConsumers * J * kStack;  // offsets of a CTA
   static constexpr int kHalfRows = kTileM / 2;
   static constexpr int kRowBytes = CK * 2;
   static constexpr int kRowSlots = 2, kDySlots = 2;
   static constexpr int kRowSlotBytes = (kUniqueMax + 1) * kRowBytes;
-  static constexpr int kDyAtom = BN >= 64 ? 64 : 32;       // channels of one swizzled dY row
+  static constexpr int kDyAtom = BN >= 64 ? 64 : 32;  // channels of one swizzled dY row
   static constexpr int kDyRowBytes = kDyAtom * 2;
   static constexpr int kDyAtomBytes = kHalfRows * kDyRowBytes;
   static constexpr int kDySlotBytes = kDyAtomBytes * (BN / kDyAtom);
@@ -201,7 +201,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           if (lane == 0) {
             sts_v4(smem_u + C::kHeadAt + rs.index * 16, make_int4(k_begin, range.x, range.y, 0));
             arrive_expect(bar, (range.y - range.x) * kTileM * 2 + kFrags * 4);
-            bulk_copy(smem_u + C::kFragAt + rs.index * kFrags * 4, plan.frag + int64_t(walk.pass()) * kFrags, kFrags * 4, bar);
+            bulk_copy(smem_u + C::kFragAt + rs.index * kFrags * 4, plan.frag + int64_t(walk.pass()) * kFrags,
+                      kFrags * 4, bar);
           }
           __syncwarp();
           if (const int slot = range.x + lane; slot < range.y) {
@@ -259,9 +260,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
     // B of a step: 16 rows (K) x BN channels (N), N-major; rows of kDyAtom channels, atoms kDyAtomBytes apart
     using SmemAtom = std::conditional_t<C::kDyAtom == 64, GMMA::Layout_MN_SW128_Atom<T>, GMMA::Layout_MN_SW64_Atom<T>>;
-    auto sB = cute::make_tensor(
-        cute::make_smem_ptr(reinterpret_cast<T*>(smem + C::kDyAt)),
-        cute::tile_to_shape(SmemAtom{}, cute::Shape<cute::Int<BN>, cute::Int<C::kHalfRows>>{}, cute::Step<cute::_2, cute::_1>{}));
+    auto sB = cute::make_tensor(cute::make_smem_ptr(reinterpret_cast<T*>(smem + C::kDyAt)),
+                                cute::tile_to_shape(SmemAtom{}, cute::Shape<cute::Int<BN>, cute::Int<C::kHalfRows>>{},
+                                                    cute::Step<cute::_2, cute::_1>{}));
     const uint64_t desc0 = GMMA::make_gmma_desc<GMMA::Major::MN>(
         cute::local_tile(sB, cute::Shape<cute::Int<BN>, cute::_16>{}, cute::make_coord(0, 0)));
 
@@ -350,7 +351,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
 
     // ---- epilogue: this split's partial sums, zeros included ----
-    float* partial = static_cast<float*>(args.workspace) + int64_t(split) * volume * args.groups * args.c_in * args.c_out;
+    float* partial =
+        static_cast<float*>(args.workspace) + int64_t(split) * volume * args.groups * args.c_in * args.c_out;
 #pragma unroll
     for (int j = 0; j < J; ++j) {
       const int slot = (j * C::kStack + stacked) * C::kConsumers + group_id;
@@ -408,7 +410,8 @@ template <class C>
 KernelEntry wgrad_entry(const char* name, DType input) {
   return {{name, Op::wgrad, input, Accum::f32, C::CK, C::BN, 32, C::kDySlots,
            Atom<typename C::T, float, C::BN, GMMA::Major::MN>::name, 0, 90},
-          wgrad_workspace<C>, wgrad_launch<C>};
+          wgrad_workspace<C>,
+          wgrad_launch<C>};
 }
 
 }  // namespace sm90

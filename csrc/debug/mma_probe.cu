@@ -23,10 +23,11 @@ struct Fragment {
   uint32_t a[4], b[2], c[4];
 };
 
-#define VOXMMA_MMA_F32(SHAPE, TYPE)                                                                            \
-  asm volatile("mma.sync.aligned." SHAPE ".row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "    \
-               "{%8,%9}, {%0,%1,%2,%3};"                                                                       \
-               : "+r"(f.c[0]), "+r"(f.c[1]), "+r"(f.c[2]), "+r"(f.c[3])                                        \
+#define VOXMMA_MMA_F32(SHAPE, TYPE)                                     \
+  asm volatile("mma.sync.aligned." SHAPE ".row.col.f32." TYPE "." TYPE  \
+               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "                    \
+               "{%8,%9}, {%0,%1,%2,%3};"                                \
+               : "+r"(f.c[0]), "+r"(f.c[1]), "+r"(f.c[2]), "+r"(f.c[3]) \
                : "r"(f.a[0]), "r"(f.a[1]), "r"(f.a[2]), "r"(f.a[3]), "r"(f.b[0]), "r"(f.b[1]))
 
 template <MmaKind kKind>
@@ -52,10 +53,11 @@ __device__ uint64_t b_descriptor(const void* shared) {
   return ((address & 0x3FFFF) >> 4) | (uint64_t(128 >> 4) << 16) | (uint64_t(128 >> 4) << 32);
 }
 
-#define VOXMMA_WGMMA_F32(SHAPE, TYPE, TAIL)                                                                    \
-  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, " \
-               "1, 1, 1" TAIL ";"                                                                              \
-               : "+r"(f.c[0]), "+r"(f.c[1]), "+r"(f.c[2]), "+r"(f.c[3])                                        \
+#define VOXMMA_WGMMA_F32(SHAPE, TYPE, TAIL)                                \
+  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE \
+               " {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, "                       \
+               "1, 1, 1" TAIL ";"                                          \
+               : "+r"(f.c[0]), "+r"(f.c[1]), "+r"(f.c[2]), "+r"(f.c[3])    \
                : "r"(f.a[0]), "r"(f.a[1]), "r"(f.a[2]), "r"(f.a[3]), "l"(b))
 
 template <MmaKind kKind>
@@ -96,8 +98,7 @@ __global__ void __launch_bounds__(4 * kWarp)
     d += tile * 16 * kOut;
     for (int i = 0; i < 4; ++i) f.a[i] = a[(row + 8 * (i % 2)) * kRowWords + column + 4 * (i / 2)];
     for (int i = 0; i < 2; ++i) f.b[i] = b[row * kRowWords + column + 4 * i];
-    for (int i = 0; i < 2 * kPairs; ++i)
-      f.c[i] = c[(row + 8 * (i / kPairs)) * kOut + column * kPairs + i % kPairs];
+    for (int i = 0; i < 2 * kPairs; ++i) f.c[i] = c[(row + 8 * (i / kPairs)) * kOut + column * kPairs + i % kPairs];
   }
   if constexpr (is_wgmma(kKind)) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -114,8 +115,7 @@ __global__ void __launch_bounds__(4 * kWarp)
     mma<kKind>(f);
   }
   if (active)
-    for (int i = 0; i < 2 * kPairs; ++i)
-      d[(row + 8 * (i / kPairs)) * kOut + column * kPairs + i % kPairs] = f.c[i];
+    for (int i = 0; i < 2 * kPairs; ++i) d[(row + 8 * (i / kPairs)) * kOut + column * kPairs + i % kPairs] = f.c[i];
 }
 
 template <MmaKind kKind>
@@ -123,20 +123,20 @@ cudaError_t probe(const void* a, const void* b, const void* c, void* d, int64_t 
   const int64_t blocks = is_wgmma(kKind) ? tiles : (tiles + 3) / 4;
   if (blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidValue;
   if (blocks == 0) return cudaSuccess;
-  probe_kernel<kKind><<<unsigned(blocks), 4 * kWarp, 0, stream>>>(
-      static_cast<const uint32_t*>(a), static_cast<const uint32_t*>(b), static_cast<const uint32_t*>(c),
-      static_cast<uint32_t*>(d), tiles);
+  probe_kernel<kKind>
+      <<<unsigned(blocks), 4 * kWarp, 0, stream>>>(static_cast<const uint32_t*>(a), static_cast<const uint32_t*>(b),
+                                                   static_cast<const uint32_t*>(c), static_cast<uint32_t*>(d), tiles);
   return cudaGetLastError();
 }
 
-constexpr int kChains = 8;      // independent accumulators a warp keeps in flight
-constexpr int kRateWarps = 8;   // warps of a block; two blocks fit on a multiprocessor
+constexpr int kChains = 8;     // independent accumulators a warp keeps in flight
+constexpr int kRateWarps = 8;  // warps of a block; two blocks fit on a multiprocessor
 // The best of many short runs: on a GPU that others use too, most runs fit between two of their time slices.
 constexpr int kRateRuns = 16;
 constexpr double kRateSeconds = 3e-4;
 
 template <MmaKind kKind>
-__global__ void __launch_bounds__(kRateWarps * kWarp, 2) rate_kernel(int iterations, uint32_t* sink) {
+__global__ void __launch_bounds__(kRateWarps* kWarp, 2) rate_kernel(int iterations, uint32_t* sink) {
   Fragment f[kChains];
   for (int i = 0; i < kChains; ++i) {
     for (uint32_t& word : f[i].a) word = 0x2C002C00u + threadIdx.x;  // fp16 1/16 and near; small in every format

@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads) count_bits(const Cells cells, const 
   const bool bricks = blockIdx.x >= cells.row_blocks;
   const int bits =
       __reduce_add_sync(0xffffffffu, __popc(words.x) + __popc(words.y) + __popc(words.z) + __popc(words.w));
-  const int bytes = __reduce_add_sync(0xffffffffu, bytes_in_use(words.x) + bytes_in_use(words.y) +
-                                                       bytes_in_use(words.z) + bytes_in_use(words.w));
+  const int bytes = __reduce_add_sync(
+      0xffffffffu, bytes_in_use(words.x) + bytes_in_use(words.y) + bytes_in_use(words.z) + bytes_in_use(words.w));
   if (lane == 0) {
     warp_bits[warp] = bits;
     warp_bytes[warp] = bytes;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) count_bits(const Cells cells, const 
 
 // Sets the bits of rows, if all are packable and their box is not larger than the bitmap.
 __global__ void __launch_bounds__(kThreads)
-mark_rows(const int4* coords, int64_t n, const CoordStats* stats, int max_bits, uint32_t* bits) {
+    mark_rows(const int4* coords, int64_t n, const CoordStats* stats, int max_bits, uint32_t* bits) {
   const CoordBox box = whole_bricks(make_box(stats->min, stats->max));
   if (stats->bad_row != -1 || total_bits(box) > max_bits) return;
   const int64_t step = int64_t(gridDim.x) * kThreads;
@@ -80,7 +80,7 @@ mark_rows(const int4* coords, int64_t n, const CoordStats* stats, int max_bits, 
 
 // Writes the rows of the first bitmap and the ranks of the second one's words, and empties the brick table.
 __global__ void __launch_bounds__(kThreads)
-place(const Cells cells, const CoordBox box, int4* coords, uint4* table, int64_t capacity) {
+    place(const Cells cells, const CoordBox box, int4* coords, uint4* table, int64_t capacity) {
   __shared__ int warp_total[kThreads / 32], warp_before[kThreads / 32];
   const int t = threadIdx.x, warp = t / 32, lane = t % 32;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + t; i < capacity; i += int64_t{gridDim.x} * kThreads) {
@@ -128,9 +128,8 @@ place(const Cells cells, const CoordBox box, int4* coords, uint4* table, int64_t
 }
 
 // Order and bricks of rows whose ranks are known.
-__global__ void __launch_bounds__(kThreads)
-index_rows(const Cells cells, const CoordBox box, const int4* coords, int64_t n, int* order, Brick* table,
-           uint32_t capacity) {
+__global__ void __launch_bounds__(kThreads) index_rows(const Cells cells, const CoordBox box, const int4* coords,
+                                                       int64_t n, int* order, Brick* table, uint32_t capacity) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
     const int4 c = coords[i];

@@ -15,8 +15,8 @@ struct Cells {
   uint32_t* rows;    // [words] bit of cell (v - low of batch, x, y, z in box.bits bits each); survey_coords has none
   uint32_t* bricks;  // [words] bit of its Morton code; right behind `rows`
   CellStats* stats;
-  int* block_bits;   // set bits of kWordsPerBlock words of `rows`, then of `bricks`
-  int* ranks;        // [words] bits before a word of `bricks` that is not zero
+  int* block_bits;              // set bits of kWordsPerBlock words of `rows`, then of `bricks`
+  int* ranks;                   // [words] bits before a word of `bricks` that is not zero
   unsigned row_blocks, blocks;  // of the first bitmap, and of both
   size_t clear_bytes, total_bytes;
 

@@ -57,7 +57,7 @@ __device__ __forceinline__ void report_smallest(int64_t* row, int64_t candidate)
 
 // Extents of the packable rows, and the first row that is none. Clears a bitmap on the way.
 __global__ void __launch_bounds__(kThreads)
-measure(const int4* coords, int64_t n, CoordStats* stats, uint4* bits, int64_t fours) {
+    measure(const int4* coords, int64_t n, CoordStats* stats, uint4* bits, int64_t fours) {
   int low[4] = {INT_MAX, INT_MAX, INT_MAX, INT_MAX};
   int high[4] = {INT_MIN, INT_MIN, INT_MIN, INT_MIN};
   const int64_t step = int64_t(gridDim.x) * kThreads;
@@ -104,9 +104,8 @@ measure(const int4* coords, int64_t n, CoordStats* stats, uint4* bits, int64_t f
 }
 
 // Word `word` of the Morton codes, of the rows as they come or as `rows` names them.
-__global__ void __launch_bounds__(kThreads)
-sort_keys(const int4* coords, int64_t n, const CoordBox box, int word, const int* rows, uint32_t* key_out,
-          int* row_out) {
+__global__ void __launch_bounds__(kThreads) sort_keys(const int4* coords, int64_t n, const CoordBox box, int word,
+                                                      const int* rows, uint32_t* key_out, int* row_out) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
     const int row = rows != nullptr ? rows[i] : static_cast<int>(i);
@@ -119,7 +118,7 @@ __device__ __forceinline__ bool same(uint2 a, uint2 b) { return a.x == b.x && a.
 
 // Bricks and duplicates of an ordered set: both are runs.
 __global__ void __launch_bounds__(kThreads)
-check_order(const int4* coords, const int* order, int64_t n, CoordStats* stats) {
+    check_order(const int4* coords, const int* order, int64_t n, CoordStats* stats) {
   int bricks = 0;
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
@@ -149,7 +148,7 @@ check_order(const int4* coords, const int* order, int64_t n, CoordStats* stats) 
 
 // The first rank of each brick enters it.
 __global__ void __launch_bounds__(kThreads)
-insert_bricks(const int4* coords, const int* order, int64_t n, Brick* table, uint32_t capacity) {
+    insert_bricks(const int4* coords, const int* order, int64_t n, Brick* table, uint32_t capacity) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
     const int4 c = coords[order[i]];
@@ -208,10 +207,10 @@ cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
     const int* rows = word == 0 ? nullptr : w.row_low;
     sort_keys<<<blocks, kThreads, 0, stream>>>(coords, n, box, word, rows, w.key_in, w.row_in);
     if ((error = cudaGetLastError()) != cudaSuccess) return error;
-    error = cub::DeviceRadixSort::SortPairs(
-        w.cub, w.cub_bytes, static_cast<const uint32_t*>(w.key_in), w.key_out,
-        static_cast<const int*>(word == 0 ? w.row_in : w.row_low), word == words - 1 ? args.order : w.row_low, n, 0,
-        std::clamp(bits - word * kSortBits, 1, kSortBits), stream);
+    error = cub::DeviceRadixSort::SortPairs(w.cub, w.cub_bytes, static_cast<const uint32_t*>(w.key_in), w.key_out,
+                                            static_cast<const int*>(word == 0 ? w.row_in : w.row_low),
+                                            word == words - 1 ? args.order : w.row_low, n, 0,
+                                            std::clamp(bits - word * kSortBits, 1, kSortBits), stream);
     if (error != cudaSuccess) return error;
   }
   if (args.stats != nullptr) check_order<<<blocks, kThreads, 0, stream>>>(coords, args.order, n, args.stats);
@@ -219,7 +218,7 @@ cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
 }
 
 int64_t brick_capacity(int64_t n, int64_t bricks) {
-  return std::clamp<int64_t>(bricks >= 0 ? 3 * bricks : n + n / 2, kMinCapacity, UINT_MAX);
+  return std::clamp<int64_t>(bricks >= 0 ? 5 * bricks / 2 : n + n / 2, kMinCapacity, UINT_MAX);
 }
 
 cudaError_t build_bricks(const int* coords, const int* order, int64_t n, Brick* table, int64_t capacity,

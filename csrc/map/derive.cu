@@ -115,8 +115,8 @@ __device__ __forceinline__ bool candidate(const int4* coords, const Rule& rule, 
 // One candidate a thread and round; new keys are counted and written block by block.
 template <class Key>
 __global__ void __launch_bounds__(kThreads)
-expand(const int4* coords, int64_t candidates, const __grid_constant__ Rule rule, Key* table, uint32_t capacity,
-       Key* keys, ExpandStats* stats) {
+    expand(const int4* coords, int64_t candidates, const __grid_constant__ Rule rule, Key* table, uint32_t capacity,
+           Key* keys, ExpandStats* stats) {
   __shared__ int warp_new[kThreads / 32];
   __shared__ int64_t first;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -161,7 +161,7 @@ expand(const int4* coords, int64_t candidates, const __grid_constant__ Rule rule
 // Sets the candidates' bits. The rows lie in the bounds that the box is around; what is not in it is called outside,
 // which keeps a wrong bound from writing elsewhere.
 __global__ void __launch_bounds__(kThreads)
-mark_candidates(const int4* coords, int64_t candidates, const __grid_constant__ Rule rule, const Cells cells) {
+    mark_candidates(const int4* coords, int64_t candidates, const __grid_constant__ Rule rule, const Cells cells) {
   const CoordBox& box = rule.box;
   bool outside = false;
   const int64_t step = int64_t(gridDim.x) * kThreads;

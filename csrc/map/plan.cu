@@ -36,7 +36,7 @@ __host__ __device__ constexpr int colour_factor(int colouring, int axis) {
   constexpr int kFactors[kColourings] = {0531, 0312, 0421, 0153, 0311, 0251, 0214, 0142};
   return kFactors[colouring] >> (3 * axis) & 7;
 }
-constexpr int kDeal = 32;                   // rows that are dealt among each other: a warp's
+constexpr int kDeal = 32;  // rows that are dealt among each other: a warp's
 constexpr int kDealGroups = kDeal / kColours;
 // The first two offsets of a pass bring at most 2 * kTileM <= kUniqueMax rows: all but the last pass hold two or more.
 constexpr int kMaxPassesOfGroup = kPassOffsets / 2;
@@ -50,28 +50,28 @@ static_assert(kPassOffsets * kWarps == kThreads, "one thread per (offset of a pa
 struct Params {
   PlanArgs args;
   int volume;
-  bool pair_z;                        // neighbours along z are adjacent voxels: two of a brick at a time
-  int quotient[3][kMaxKernel];        // of start + i * step by div, rounded down, and what is left
+  bool pair_z;                  // neighbours along z are adjacent voxels: two of a brick at a time
+  int quotient[3][kMaxKernel];  // of start + i * step by div, rounded down, and what is left
   int rest[3][kMaxKernel];
-  int shift[3][kMaxKernel];           // of the colours' lattice (see colour_of), by offset
-  uint8_t sort_bit[kMaxVolume];       // bit of the rows' sort key that says whether a row has this neighbour
+  int shift[3][kMaxKernel];      // of the colours' lattice (see colour_of), by offset
+  uint8_t sort_bit[kMaxVolume];  // bit of the rows' sort key that says whether a row has this neighbour
 };
 
 // Dynamic shared memory of a block for kernel volume K.
 struct Shared {
-  int* set_rank;         // [kSetSlots] input rank or -1
-  uint32_t* first;       // [kPassOffsets][kWarps] lanes that meet a row first; this and the next two also order the rows
-  int* until;            // [kPassOffsets][kWarps] rows met first up to and with this offset and warp
-  int* unique;           // [kUniqueMax] ranks
-  int* tag;              // [kSetSlots + 1] (offset, tile row) of its first appearance, then its place in `unique`
-  ulonglong2* before;    // [kPassOffsets][kWarps] rows of each colour met first before this offset and warp, 16 bits each
-  uint32_t* lanes;       // [kWarps][kColours] lanes whose rows have the colour
-  uint8_t* colour;       // [kTileM] of the tile's rows
-  uint8_t* added;        // [kPassOffsets] what the offset adds to it
-  uint8_t* sort_bit;     // [K]
-  uint16_t* neighbour;   // [min(K, kPassOffsets)][kTileM] slot in the set, kSetSlots = none
-  Pass* passes;          // [max_passes] staged until their number is known
-  uint32_t* frag;        // [max_passes][kFrags]
+  int* set_rank;       // [kSetSlots] input rank or -1
+  uint32_t* first;     // [kPassOffsets][kWarps] lanes that meet a row first; this and the next two also order the rows
+  int* until;          // [kPassOffsets][kWarps] rows met first up to and with this offset and warp
+  int* unique;         // [kUniqueMax] ranks
+  int* tag;            // [kSetSlots + 1] (offset, tile row) of its first appearance, then its place in `unique`
+  ulonglong2* before;  // [kPassOffsets][kWarps] rows of each colour met first before this offset and warp, 16 bits each
+  uint32_t* lanes;     // [kWarps][kColours] lanes whose rows have the colour
+  uint8_t* colour;     // [kTileM] of the tile's rows
+  uint8_t* added;      // [kPassOffsets] what the offset adds to it
+  uint8_t* sort_bit;   // [K]
+  uint16_t* neighbour;  // [min(K, kPassOffsets)][kTileM] slot in the set, kSetSlots = none
+  Pass* passes;         // [max_passes] staged until their number is known
+  uint32_t* frag;       // [max_passes][kFrags]
   size_t bytes;
 
   __host__ __device__ static int max_passes(int volume) {
@@ -510,8 +510,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
   });
 
   // 2. Order. `source` is the column of `neighbour` that belongs to this thread from here on.
-  int source = cluster_rows(sort_bits, reinterpret_cast<uint64_t*>(s.first),
-                            *reinterpret_cast<ClusterShared*>(s.first));
+  int source =
+      cluster_rows(sort_bits, reinterpret_cast<uint64_t*>(s.first), *reinterpret_cast<ClusterShared*>(s.first));
   const auto colours = static_cast<uint32_t>(s.tag[source]);
   const bool whole = tile_row + 32 * (warp + 1) <= args.n_out;  // others are not dealt: padding stays behind the rows
   if (whole) {

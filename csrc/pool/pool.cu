@@ -13,7 +13,7 @@ using namespace detail;
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerSm = 4;
-constexpr int kChunk = 32;   // offsets staged at a time: one bit each in a row's mask
+constexpr int kChunk = 32;  // offsets staged at a time: one bit each in a row's mask
 constexpr int kMaxVolume = 1024;
 
 // A row of a plan's table in one access.
@@ -26,10 +26,10 @@ __device__ __forceinline__ Row load_row(const Row* table, int64_t i) {
 
 // What a block stages for `rows` consecutive rows of a tile and up to kChunk offsets.
 struct Stage {
-  int64_t* base;    // [kChunk] where the unique rows of the offset's pass begin in `uniq`
-  int* out;         // [rows] the caller's row, -1 for padding of the last tile
-  uint32_t* mask;   // [rows] offsets under which the row has an input
-  int* input;       // [offsets][rows] that input; undefined where the mask says there is none
+  int64_t* base;   // [kChunk] where the unique rows of the offset's pass begin in `uniq`
+  int* out;        // [rows] the caller's row, -1 for padding of the last tile
+  uint32_t* mask;  // [rows] offsets under which the row has an input
+  int* input;      // [offsets][rows] that input; undefined where the mask says there is none
 
   __device__ Stage(unsigned char* bytes, int rows)
       : base(reinterpret_cast<int64_t*>(bytes)),
@@ -190,9 +190,9 @@ cudaError_t launch(const PoolArgs& args, cudaStream_t stream) {
   // for memory three times over, and where rows have one input each (507k rows of 64 channels) that is half of it.
   const int64_t enough = 3 * int64_t{kBlocksPerSm} * args.sm_count;
   int log_rows = 5;
-  while (log_rows < kLogTile && (vecs << log_rows < 2 * kThreads ||
-                                 (vecs << log_rows < 8 * kThreads &&
-                                  int64_t{args.plan.tiles} << (kLogTile - log_rows - 1) >= enough))) {
+  while (log_rows < kLogTile &&
+         (vecs << log_rows < 2 * kThreads ||
+          (vecs << log_rows < 8 * kThreads && int64_t{args.plan.tiles} << (kLogTile - log_rows - 1) >= enough))) {
     ++log_rows;
   }
   const int64_t blocks = int64_t{args.plan.tiles} << (kLogTile - log_rows);

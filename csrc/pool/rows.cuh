@@ -25,12 +25,28 @@ __device__ __forceinline__ bool better(A v, A best) {
   return !(largest ? v <= best : v >= best) && best == best;
 }
 
-template <int bytes> struct Word;
-template <> struct Word<1> { using type = uint8_t; };
-template <> struct Word<2> { using type = uint16_t; };
-template <> struct Word<4> { using type = uint32_t; };
-template <> struct Word<8> { using type = uint2; };
-template <> struct Word<16> { using type = uint4; };
+template <int bytes>
+struct Word;
+template <>
+struct Word<1> {
+  using type = uint8_t;
+};
+template <>
+struct Word<2> {
+  using type = uint16_t;
+};
+template <>
+struct Word<4> {
+  using type = uint32_t;
+};
+template <>
+struct Word<8> {
+  using type = uint2;
+};
+template <>
+struct Word<16> {
+  using type = uint4;
+};
 
 // n neighbouring elements of a row, at an address that is a multiple of their size. They stay the words they are loaded
 // as until one is asked for: arrays of 16-bit types end up in local memory.
@@ -42,14 +58,18 @@ struct Piece {
 
   __device__ __forceinline__ void load(const T* at) {
     const W loaded = __ldg(reinterpret_cast<const W*>(at));
-    if constexpr (sizeof(W) < 4) word[0] = loaded;
-    else memcpy(word, &loaded, sizeof(W));
+    if constexpr (sizeof(W) < 4)
+      word[0] = loaded;
+    else
+      memcpy(word, &loaded, sizeof(W));
   }
 
   __device__ __forceinline__ void store(T* at) const {
     W stored;
-    if constexpr (sizeof(W) < 4) stored = static_cast<W>(word[0]);
-    else memcpy(&stored, word, sizeof(W));
+    if constexpr (sizeof(W) < 4)
+      stored = static_cast<W>(word[0]);
+    else
+      memcpy(&stored, word, sizeof(W));
     *reinterpret_cast<W*>(at) = stored;
   }
 
@@ -60,11 +80,16 @@ struct Piece {
 
   // Element i: half types as float, offsets as int.
   __device__ __forceinline__ auto operator[](int i) const {
-    if constexpr (std::is_same_v<T, double>) return __hiloint2double(int(word[2 * i + 1]), int(word[2 * i]));
-    else if constexpr (std::is_same_v<T, float>) return __uint_as_float(word[i]);
-    else if constexpr (std::is_same_v<T, __nv_bfloat16>) return __uint_as_float(bits(i) << 16);
-    else if constexpr (std::is_same_v<T, __half>) return __half2float(__ushort_as_half(uint16_t(bits(i))));
-    else return static_cast<int>(bits(i));
+    if constexpr (std::is_same_v<T, double>)
+      return __hiloint2double(int(word[2 * i + 1]), int(word[2 * i]));
+    else if constexpr (std::is_same_v<T, float>)
+      return __uint_as_float(word[i]);
+    else if constexpr (std::is_same_v<T, __nv_bfloat16>)
+      return __uint_as_float(bits(i) << 16);
+    else if constexpr (std::is_same_v<T, __half>)
+      return __half2float(__ushort_as_half(uint16_t(bits(i))));
+    else
+      return static_cast<int>(bits(i));
   }
 
   // What `value` rounds to.
@@ -82,10 +107,14 @@ struct Piece {
 #pragma unroll
       for (int i = 0; i < n; ++i) {
         uint32_t b;
-        if constexpr (std::is_same_v<T, float>) b = __float_as_uint(value[i]);
-        else if constexpr (std::is_same_v<T, __half>) b = __half_as_ushort(__float2half_rn(value[i]));
-        else if constexpr (std::is_same_v<T, __nv_bfloat16>) b = __bfloat16_as_ushort(__float2bfloat16_rn(value[i]));
-        else b = uint32_t(value[i]);
+        if constexpr (std::is_same_v<T, float>)
+          b = __float_as_uint(value[i]);
+        else if constexpr (std::is_same_v<T, __half>)
+          b = __half_as_ushort(__float2half_rn(value[i]));
+        else if constexpr (std::is_same_v<T, __nv_bfloat16>)
+          b = __bfloat16_as_ushort(__float2bfloat16_rn(value[i]));
+        else
+          b = uint32_t(value[i]);
         word[i * int(sizeof(T)) / 4] |= b << (i * int(sizeof(T)) % 4 * 8);
       }
     }
@@ -173,8 +202,10 @@ struct Extreme<largest, T, n, std::enable_if_t<sizeof(T) == 2 && n % 4 == 0>> {
     Piece<W, n> made;
 #pragma unroll
     for (int i = 0; i < made.kWords; ++i) {
-      if constexpr (sizeof(W) == 2) made.word[i] = chosen[i];
-      else made.word[i] = __byte_perm(chosen[2 * i], chosen[2 * i + 1], 0x6420);
+      if constexpr (sizeof(W) == 2)
+        made.word[i] = chosen[i];
+      else
+        made.word[i] = __byte_perm(chosen[2 * i], chosen[2 * i + 1], 0x6420);
     }
     made.store(at);
   }

@@ -107,10 +107,10 @@ cudaError_t launch(const SegmentArgs& args, bool argmax, cudaStream_t stream) {
   const int64_t grid = (args.blocks * vecs + kThreads - 1) / kThreads;
   if (grid > INT_MAX) return cudaErrorInvalidValue;
   constexpr int one = sizeof(T);
-  const auto kernel = !argmax              ? (vector ? sum_blocks<T, 16> : sum_blocks<T, one>)
-                      : args.candidates    ? argmax_blocks<T, one, true>
-                      : vector             ? argmax_blocks<T, 16, false>
-                                           : argmax_blocks<T, one, false>;
+  const auto kernel = !argmax           ? (vector ? sum_blocks<T, 16> : sum_blocks<T, one>)
+                      : args.candidates ? argmax_blocks<T, one, true>
+                      : vector          ? argmax_blocks<T, 16, false>
+                                        : argmax_blocks<T, one, false>;
   kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }

@@ -15,12 +15,13 @@
 
 namespace voxmma {
 
-inline constexpr int kTileM = 256;        // output rows of a tile
-inline constexpr int kFragRows = 16;      // rows of one MMA m16 fragment, the unit that is skipped
+inline constexpr int kTileM = 256;    // output rows of a tile
+inline constexpr int kFragRows = 16;  // rows of one MMA m16 fragment, the unit that is skipped
 inline constexpr int kFrags = kTileM / kFragRows;
-inline constexpr int kUniqueMax = 512;    // unique input rows of a pass, resident in shared memory
-inline constexpr int kMissing = kUniqueMax;  // local index of "no neighbour": the shared zero row behind the unique rows
-inline constexpr int kPassOffsets = 32;   // offsets of a pass: one bit each in a 32-bit fragment mask
+inline constexpr int kUniqueMax = 512;  // unique input rows of a pass, resident in shared memory
+inline constexpr int kMissing =
+    kUniqueMax;                          // local index of "no neighbour": the shared zero row behind the unique rows
+inline constexpr int kPassOffsets = 32;  // offsets of a pass: one bit each in a 32-bit fragment mask
 
 enum class DType : int { f16 = 0, bf16 = 1, f32 = 2, f64 = 3 };
 enum class Accum : int { f32 = 0, f16 = 1, f16_promoted = 2, f64 = 3 };
@@ -45,12 +46,12 @@ struct ScheduledTile {
 
 // Device pointers of a tile plan. T = tiles = ceil(n_out / kTileM), K = kernel_volume.
 struct PlanView {
-  const int* order;            // [T * kTileM] caller's output row of each tile row; -1 pads the last tile
+  const int* order;               // [T * kTileM] caller's output row of each tile row; -1 pads the last tile
   const ScheduledTile* schedule;  // [2][T] balanced, then in Morton order
-  const Pass* passes;          // [number of passes, in no particular order between tiles]
-  const uint32_t* frag;        // [passes][kFrags] bit j: offset k_begin + j has a neighbour in that fragment
-  const int* uniq;             // unique input rows of all passes
-  const uint16_t* local;       // [T][K][kTileM] index into the pass's unique rows, kMissing = no neighbour
+  const Pass* passes;             // [number of passes, in no particular order between tiles]
+  const uint32_t* frag;           // [passes][kFrags] bit j: offset k_begin + j has a neighbour in that fragment
+  const int* uniq;                // unique input rows of all passes
+  const uint16_t* local;          // [T][K][kTileM] index into the pass's unique rows, kMissing = no neighbour
   int tiles;
   int kernel_volume;
   int64_t n_out, n_in;
@@ -62,29 +63,29 @@ struct TileConfig {
   Op op;
   DType input;
   Accum accum;
-  int m, n, k;         // fprop: output rows x output channels x channel chunk; wgrad: C_in x C_out block x rows a step
-  int stages;          // weight (fprop) or row (wgrad) stages in flight
-  const char* atom;    // CuTe MMA atom, or "SIMT"
-  int promote;         // channels between promotions of an fp16 accumulator or a 3xTF32 sum to fp32 registers;
-                       // 0 = never, -1 = every offset
-  int arch;            // 80: sm_80 and newer; 90: sm_90a only
+  int m, n, k;       // fprop: output rows x output channels x channel chunk; wgrad: C_in x C_out block x rows a step
+  int stages;        // weight (fprop) or row (wgrad) stages in flight
+  const char* atom;  // CuTe MMA atom, or "SIMT"
+  int promote;       // channels between promotions of an fp16 accumulator or a 3xTF32 sum to fp32 registers;
+                     // 0 = never, -1 = every offset
+  int arch;          // 80: sm_80 and newer; 90: sm_90a only
 };
 
 // Arguments of one launch. Channels are per group; strides are in elements.
 struct ConvArgs {
   PlanView plan;
-  const void* a;        // x (n_in, lda) in the config's input type
-  int64_t lda;          // row stride; MMA kernels need a multiple of 16 bytes and a 16-byte aligned base
-  int64_t a_group;      // first channel of group g = g * a_group
-  const void* b;        // fprop: packed weight image (pack_weight). wgrad: dy (n_out, ldb), aligned as `a`
-  int64_t ldb, b_group; // wgrad only
-  const float* bias;    // fprop: (groups * c_out) fp32 or null
-  void* out;            // fprop: y (n_out, ldo). wgrad: dW (K, groups, c_in, c_out) contiguous
-  int64_t ldo;          // fprop: row stride of y; group g writes channels g * c_out ...
-  DType out_dtype;      // the input type or f32 (f64 for f64 input)
+  const void* a;         // x (n_in, lda) in the config's input type
+  int64_t lda;           // row stride; MMA kernels need a multiple of 16 bytes and a 16-byte aligned base
+  int64_t a_group;       // first channel of group g = g * a_group
+  const void* b;         // fprop: packed weight image (pack_weight). wgrad: dy (n_out, ldb), aligned as `a`
+  int64_t ldb, b_group;  // wgrad only
+  const float* bias;     // fprop: (groups * c_out) fp32 or null
+  void* out;             // fprop: y (n_out, ldo). wgrad: dW (K, groups, c_in, c_out) contiguous
+  int64_t ldo;           // fprop: row stride of y; group g writes channels g * c_out ...
+  DType out_dtype;       // the input type or f32 (f64 for f64 input)
   int c_in, c_out, groups;
-  void* workspace;      // at least workspace(args) bytes, 256-byte aligned
-  int sm_count;         // multiprocessors of the device
+  void* workspace;  // at least workspace(args) bytes, 256-byte aligned
+  int sm_count;     // multiprocessors of the device
 };
 
 struct KernelEntry {
@@ -103,27 +104,27 @@ const KernelEntry* find_kernel(const char* name);
 // R = 32: piece ^ ((row >> 2) & 1).
 // This is both the wgmma canonical layout (SWIZZLE_128B / 64B / 32B) and conflict-free for ldmatrix.
 struct PackArgs {
-  const void* weight;   // (K, groups, rows, cols) contiguous, `weight_dtype`; fprop: rows = c_in, cols = c_out
-  DType weight_dtype;   // converted to `input` with round to nearest
+  const void* weight;  // (K, groups, rows, cols) contiguous, `weight_dtype`; fprop: rows = c_in, cols = c_out
+  DType weight_dtype;  // converted to `input` with round to nearest
   DType input;
   void* image;
   int kernel_volume, groups;
-  int c_in, c_out;      // of the convolution that will run (after transposition)
-  bool transpose;       // weight is stored (K, groups, c_out, c_in): dgrad
-  bool mirror;          // image offset k takes weight offset K-1-k: dgrad of a symmetric map
-  int n, k;             // config.n, config.k
-  const void* bias;     // (groups * c_out,) contiguous of `bias_dtype`, or null: no bias32 is written
+  int c_in, c_out;   // of the convolution that will run (after transposition)
+  bool transpose;    // weight is stored (K, groups, c_out, c_in): dgrad
+  bool mirror;       // image offset k takes weight offset K-1-k: dgrad of a symmetric map
+  int n, k;          // config.n, config.k
+  const void* bias;  // (groups * c_out,) contiguous of `bias_dtype`, or null: no bias32 is written
   DType bias_dtype;
-  float* bias32;        // what ConvArgs::bias takes
+  float* bias32;  // what ConvArgs::bias takes
 };
 size_t packed_weight_bytes(const PackArgs&);
 cudaError_t pack_weight(const PackArgs&, cudaStream_t);
 
 // ---- coordinates and maps -------------------------------------------------------------------------------------
-inline constexpr int kCoordBits = 18;                       // -131072 .. 131071
+inline constexpr int kCoordBits = 18;  // -131072 .. 131071
 inline constexpr int kCoordBias = 1 << (kCoordBits - 1);
-inline constexpr int kBatchMax = 1022;                      // batch 0 .. 1022
-inline constexpr int kMaxKernel = 9;                        // offsets along an axis
+inline constexpr int kBatchMax = 1022;  // batch 0 .. 1022
+inline constexpr int kMaxKernel = 9;    // offsets along an axis
 inline constexpr int kMaxStride = 4096;
 
 // The 2x2x2 voxels of one batch with the same x >> 1, y >> 1, z >> 1. Voxels of a brick are neighbours in Morton order:
@@ -131,7 +132,7 @@ inline constexpr int kMaxStride = 4096;
 struct alignas(16) Brick {
   uint32_t key[2];  // of a slot of the hash table; the upper word is all ones where the slot is empty
   int first;
-  uint32_t mask;    // bit (x & 1) * 4 + (y & 1) * 2 + (z & 1)
+  uint32_t mask;  // bit (x & 1) * 4 + (y & 1) * 2 + (z & 1)
 };
 
 // A box around coordinates (batch, x, y, z): low <= v < low + 2^bits. low is even on x, y and z, so that Morton codes
@@ -139,8 +140,8 @@ struct alignas(16) Brick {
 struct CoordBox {
   int low[4], bits[4];
 };
-int bits_of(const CoordBox& box);                               // in all
-CoordBox box_around(const int* min, const int* max);            // [4] each; empty where min > max
+int bits_of(const CoordBox& box);                     // in all
+CoordBox box_around(const int* min, const int* max);  // [4] each; empty where min > max
 
 // What survey_coords and order_coords found out, in device memory. -1 when there is nothing to report.
 struct CoordStats {
@@ -152,12 +153,12 @@ struct CoordStats {
 
 // Order of the rows along a Morton curve, rows of one place in the caller's order.
 struct OrderArgs {
-  const int* coords;     // (n, 4) b,x,y,z contiguous, 16-byte aligned
+  const int* coords;  // (n, 4) b,x,y,z contiguous, 16-byte aligned
   int64_t n;
-  CoordBox box;          // around all rows
-  CoordStats* stats;     // null: rows are known to be valid
-  int* order;            // [n] row of each rank
-  void* workspace;       // order_workspace(n) bytes, 256-byte aligned
+  CoordBox box;       // around all rows
+  CoordStats* stats;  // null: rows are known to be valid
+  int* order;         // [n] row of each rank
+  void* workspace;    // order_workspace(n) bytes, 256-byte aligned
 };
 size_t order_workspace(int64_t n);
 cudaError_t order_coords(const OrderArgs&, cudaStream_t);
@@ -169,13 +170,13 @@ cudaError_t build_bricks(const int* coords, const int* order, int64_t n, Brick* 
 // A set as two bitmaps over the cells of a box, for boxes of up to 2^27 cells: sorted rows and their index without a
 // sort. The box is a cell_box(); the bitmaps and what is counted lie in a workspace of cell_workspace(box) bytes, 256-byte
 // aligned. In this order: clear_cells; what sets bits (expand_cells); count_cells; index_cells.
-struct CellStats {       // device memory
-  int64_t count;         // cells of the set
-  int64_t outside;       // not 0: a site lies outside the packable range
+struct CellStats {  // device memory
+  int64_t count;    // cells of the set
+  int64_t outside;  // not 0: a site lies outside the packable range
   int64_t bricks;
 };
-CoordBox cell_box(CoordBox box);                     // not less than a brick
-size_t cell_workspace(const CoordBox& box);          // 0: too many cells
+CoordBox cell_box(CoordBox box);             // not less than a brick
+size_t cell_workspace(const CoordBox& box);  // 0: too many cells
 CellStats* cell_stats(const CoordBox& box, void* workspace);
 cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t);
 cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t);
@@ -187,7 +188,7 @@ cudaError_t index_cells(const CoordBox& box, void* workspace, int64_t count, int
 // and index_survey makes their order and the hash table of stats.cells.bricks bricks. Else coords.bad_row is a row, or rows
 // repeat, or the box around them is too large for the bitmap, and it takes order_coords to tell.
 struct SurveyStats {
-  CoordStats coords;     // extents and bad_row
+  CoordStats coords;  // extents and bad_row
   CellStats cells;
 };
 size_t survey_workspace(int64_t n);
@@ -199,22 +200,24 @@ cudaError_t index_survey(const SurveyStats& stats, const int* coords, int64_t n,
 // Output coordinates of a layer, first step: keys of all distinct sites that the rows lead to, in no order.
 //   to_children: row * stride - padding + k * dilation for every k; else the s with s * stride - padding + k * dilation =
 //   row for some k
-struct ExpandStats {       // device memory, zero before the first piece
-  int64_t count;           // distinct keys so far
-  int64_t outside;         // not 0: a site lies outside the packable range
+struct ExpandStats {  // device memory, zero before the first piece
+  int64_t count;      // distinct keys so far
+  int64_t outside;    // not 0: a site lies outside the packable range
 };
 struct ExpandArgs {
-  const int* coords; int64_t n;   // (n, 4) rows of this piece
+  const int* coords;
+  int64_t n;  // (n, 4) rows of this piece
   int size[3], stride[3], dilation[3], padding[3];
   bool to_children;
-  CoordBox box;            // around all packable sites
-  void* table; int64_t capacity;  // hash table of keys, all bytes 0xff before the first piece
-  void* keys;              // room for expand_bound(args) more than `count`
+  CoordBox box;  // around all packable sites
+  void* table;
+  int64_t capacity;  // hash table of keys, all bytes 0xff before the first piece
+  void* keys;        // room for expand_bound(args) more than `count`
   ExpandStats* stats;
 };
-size_t key_bytes(const CoordBox& box);               // of one key: 4 or 8
-int64_t expand_bound(const ExpandArgs& args);        // most sites that the rows lead to
-int64_t expand_capacity(int64_t keys);               // slots of a table for that many keys
+size_t key_bytes(const CoordBox& box);         // of one key: 4 or 8
+int64_t expand_bound(const ExpandArgs& args);  // most sites that the rows lead to
+int64_t expand_capacity(int64_t keys);         // slots of a table for that many keys
 cudaError_t expand_coords(const ExpandArgs&, cudaStream_t);
 // The same into bitmaps: without table, keys and stats. Sets CellStats::outside.
 cudaError_t expand_cells(const ExpandArgs&, void* workspace, cudaStream_t);
@@ -229,20 +232,30 @@ cudaError_t unpack_keys(const CoordBox& box, const void* keys, int64_t count, in
 // Builds a tile plan: the neighbour of output row i under offset k is the input row at
 //   q = out_coord * mul + start + index_of_k * step, required divisible by div in every axis, q / div (batch unchanged),
 // index_of_k lexicographic, last axis fastest.
-struct PlanStats {        // device memory; on overflow of a capacity the counts still say what is needed
-  int64_t uniq4;          // entries of uniq used, in units of 4
-  int64_t passes;         // passes used
-  int64_t pairs;          // (offset, output row) pairs with a neighbour
+struct PlanStats {  // device memory; on overflow of a capacity the counts still say what is needed
+  int64_t uniq4;    // entries of uniq used, in units of 4
+  int64_t passes;   // passes used
+  int64_t pairs;    // (offset, output row) pairs with a neighbour
 };
 struct PlanArgs {
-  const int* out_coords; const int* out_order; int64_t n_out;   // row of each rank of the outputs
-  const Brick* bricks; int64_t capacity; const int* in_order; int64_t n_in;  // of the inputs
+  const int* out_coords;
+  const int* out_order;
+  int64_t n_out;  // row of each rank of the outputs
+  const Brick* bricks;
+  int64_t capacity;
+  const int* in_order;
+  int64_t n_in;  // of the inputs
   int size[3], start[3], step[3], mul[3], div[3];
   // PlanView, to be written:
-  int* order; ScheduledTile* schedule; Pass* passes; uint32_t* frag; int* uniq; uint16_t* local;
+  int* order;
+  ScheduledTile* schedule;
+  Pass* passes;
+  uint32_t* frag;
+  int* uniq;
+  uint16_t* local;
   int64_t pass_capacity, uniq4_capacity;
   PlanStats* stats;
-  int sm_count;           // of the device: the windows of the schedule fit it
+  int sm_count;  // of the device: the windows of the schedule fit it
 };
 // Capacities that always suffice; a plan rarely comes near them.
 void plan_bounds(const PlanArgs&, int64_t* passes, int64_t* uniq4);
@@ -263,11 +276,11 @@ enum class PoolOp : int { sum = 0, max = 1, min = 2, pick = 3, put = 4 };
 struct PoolArgs {
   PlanView plan;
   PoolOp op;
-  DType dtype;           // of x and y
-  bool mirror;           // offset k is the plan's K-1-k: the opposite direction of a symmetric map
-  const void* x;         // (n_in, channels), `ldx` elements from row to row
+  DType dtype;    // of x and y
+  bool mirror;    // offset k is the plan's K-1-k: the opposite direction of a symmetric map
+  const void* x;  // (n_in, channels), `ldx` elements from row to row
   int64_t ldx;
-  void* y;               // (n_out, channels) contiguous
+  void* y;  // (n_out, channels) contiguous
   int64_t channels;
   int sm_count;          // multiprocessors of the device
   const int* in_count;   // sum: [n_in] or null
@@ -284,12 +297,14 @@ cudaError_t neighbor_counts(const PlanView&, int* counts, cudaStream_t);
 // One level of a reduction over samples (voxmma/segments.py): block b is entries starts[b] .. starts[b + 1] - 1 of
 // `rows`, the last one to the end. Rows are added, or compared, in this order.
 struct SegmentArgs {
-  const void* x;              // (n, channels), `ldx` elements from row to row
+  const void* x;  // (n, channels), `ldx` elements from row to row
   int64_t ldx;
   DType dtype;
   int64_t channels;
-  const int64_t* rows; int64_t n_rows;
-  const int64_t* starts; int64_t blocks;
+  const int64_t* rows;
+  int64_t n_rows;
+  const int64_t* starts;
+  int64_t blocks;
   const int64_t* candidates;  // argmax: (n, channels) rows of x that entries of `rows` stand for, -1 = none; or null
   void* out;                  // sum: (blocks, channels) in fp32, of fp64 in fp64
                               // argmax: int64 (blocks, channels), the first row of x with the largest value, -1 = none

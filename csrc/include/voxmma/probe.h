@@ -10,8 +10,14 @@ namespace voxmma {
 
 // kind = instruction of one m16n8 tile: mma.sync m16n8k16 (tf32: m16n8k8), or wgmma m64n8k16 (k8) from 4 on.
 enum class MmaKind : int {
-  f16_f32 = 0, f16_f16 = 1, bf16_f32 = 2, tf32_f32 = 3,
-  wgmma_f16_f32 = 4, wgmma_f16_f16 = 5, wgmma_bf16_f32 = 6, wgmma_tf32_f32 = 7,
+  f16_f32 = 0,
+  f16_f16 = 1,
+  bf16_f32 = 2,
+  tf32_f32 = 3,
+  wgmma_f16_f32 = 4,
+  wgmma_f16_f16 = 5,
+  wgmma_bf16_f32 = 6,
+  wgmma_tf32_f32 = 7,
 };
 inline constexpr int kMmaKinds = 8;
 

@@ -410,10 +410,21 @@ __device__ __forceinline__ uint32_t colours_of(const PlanArgs& args, const Query
   return colours;
 }
 
+// Lanes whose rows have this lane's colour, by three votes.
+__device__ __forceinline__ uint32_t of_my_colour(int colour) {
+  uint32_t lanes = 0xffffffffu;
+#pragma unroll
+  for (int bit = 0; bit < kColourBits; ++bit) {
+    const uint32_t set = __ballot_sync(0xffffffffu, colour >> bit & 1);
+    lanes &= colour >> bit & 1 ? set : ~set;
+  }
+  return lanes;
+}
+
 // Deals a warp's rows into groups of kColours lanes, as far as possible one of each colour: the lane a row moves to.
 __device__ __forceinline__ int deal(int colour) {
   const uint32_t below = (1u << (threadIdx.x % 32)) - 1;
-  const int rank = __popc(__match_any_sync(0xffffffffu, colour) & below);  // among the rows of its colour
+  const int rank = __popc(of_my_colour(colour) & below);  // among the rows of its colour
   int extra = __popc(__ballot_sync(0xffffffffu, rank >= kDealGroups) & below), to = 0;
 #pragma unroll
   for (int j = 0; j < kDealGroups; ++j) {
@@ -429,7 +440,7 @@ __device__ __forceinline__ int deal(int colour) {
 // Rows of a warp that deal() could not give a group of their own.
 __device__ __forceinline__ int undealt(int colour) {
   const uint32_t below = (1u << (threadIdx.x % 32)) - 1;
-  const int rank = __popc(__match_any_sync(0xffffffffu, colour) & below);
+  const int rank = __popc(of_my_colour(colour) & below);
   return __popc(__ballot_sync(0xffffffffu, rank >= kDealGroups));
 }
 

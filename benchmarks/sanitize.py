@@ -65,7 +65,7 @@ def check(tile: dict[str, object], coords: torch.Tensor, c: int, size: int) -> f
 
 
 def check_pooling(kind: str, coords: torch.Tensor, c: int) -> float:
-    """Largest rel-L2 of pooling, forward and backward, from what it gives on the CPU: there is none."""
+    """Largest rel-L2 of pooling and merging, forward and backward, from what the CPU gives: there is none."""
     g = torch.Generator().manual_seed(c)
     feats = torch.randn(len(coords), c, generator=g).to(DTYPES[kind])
     seen = []
@@ -75,6 +75,8 @@ def check_pooling(kind: str, coords: torch.Tensor, c: int) -> float:
         low, indices = F.max_pool_with_indices(x, 2)
         made = [pool(x, k, s).feats for pool in POOLS for k, s in ((2, 2), (3, 2), (3, 1))]
         made += [F.unpool(low, 2).feats, F.max_unpool(low, indices).feats]
+        points = x.coords[:, 1:].float()
+        made += [Voxels.from_points(points, f, 3.0, reduce).feats for reduce in ("sum", "mean", "first")]
         made += [F.global_sum_pool(x), F.global_max_pool(x)]
         grads = [torch.autograd.grad(y.sum(), f, retain_graph=True)[0] for y in made]
         del made[-2]  # a sum of another order on each device

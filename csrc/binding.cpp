@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -666,6 +667,7 @@ using Ints = std::vector<int64_t>;
 using IndexResult = std::tuple<Tensor, Tensor, Ints>;
 using DeriveResult = std::tuple<Tensor, Tensor, Tensor, int64_t, bool>;
 using PlanResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t>;
+using GroupResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Ints>;
 
 #ifdef VOXMMA_WITH_CUDA
 
@@ -1389,6 +1391,98 @@ Tensor segment_argmax_cuda(const Tensor& x, const OptTensor& candidates, const T
   return launch_segments(x, candidates, rows, starts, true);
 }
 
+Tensor cells_of_points_cuda(const Tensor& points, const OptTensor& batch, const std::vector<double>& origin,
+                            const std::vector<double>& edge) {
+  TORCH_CHECK(points.is_cuda() && points.dim() == 2 && points.size(1) == 3 && is_supported(points.scalar_type()),
+              "points must be (N, 3) float16, bfloat16, float32 or float64 on a CUDA device, got ",
+              dtype_name(points.scalar_type()), " of shape ", points.sizes(), " on ", points.device());
+  TORCH_CHECK(origin.size() == 3 && edge.size() == 3, "origin and edge must hold 3 numbers each");
+  if (batch.has_value()) check_ints("batch", *batch, at::kLong, 0, points);
+  TORCH_CHECK(!batch.has_value() || batch->size(0) == points.size(0), "batch must hold a number per point");
+  const NormalTensors normal;
+  const Launch on(points.device());
+  const Tensor from = points.contiguous(), cells = on.empty({points.size(0), 4}, at::kInt);
+  PointArgs args{};
+  args.points = from.data_ptr();
+  args.dtype = to_dtype(points.scalar_type());
+  args.batch = batch.has_value() ? data<int64_t>(*batch) : nullptr;
+  args.n = points.size(0);
+  std::copy_n(origin.data(), 3, args.origin);
+  std::copy_n(edge.data(), 3, args.edge);
+  args.cells = data<int>(cells);
+  check_cuda(cells_of_points(args, on.stream), "cells_of_points", on.device);
+  return cells;
+}
+
+// Runs of equal rows: coordinates, order, starts, the run of each row, and [bad row, length of the longest run, smallest
+// 4, largest 4]. Reads back twice; where there is a bad row once, and the tensors are empty.
+GroupResult group_cells_cuda(const Tensor& cells) {
+  check_ints("cells", cells, at::kInt, 4, cells);
+  const int64_t n = cells.size(0);
+  TORCH_CHECK(n <= std::numeric_limits<int>::max() && reinterpret_cast<uintptr_t>(cells.data_ptr()) % 16 == 0,
+              "cells must hold less than 2^31 rows and start at a multiple of 16 bytes");
+  const NormalTensors normal;
+  const Launch on(cells.device());
+  CoordStats found{};
+  found.bad_row = -1;
+  if (n > 0) {
+    const Tensor stats = empty_struct<CoordStats>(on);
+    check_cuda(measure_cells(data<int>(cells), n, data<CoordStats>(stats), on.stream), "measure_cells", on.device);
+    found = read_back(on, data<CoordStats>(stats));
+  }
+  Ints facts{found.bad_row, 0};
+  facts.insert(facts.end(), found.min, found.min + 4);
+  facts.insert(facts.end(), found.max, found.max + 4);
+  if (n == 0 || found.bad_row >= 0) {
+    return {on.empty({0, 4}, at::kInt), on.empty({0}, at::kInt), at::zeros({1}, cells.options()),
+            on.empty({0}, at::kLong), facts};
+  }
+  GroupArgs args{};
+  args.cells = data<int>(cells);
+  args.n = n;
+  args.box = box_around(found.min, found.max);
+  const Tensor order = on.empty({n}, at::kInt), run_of = on.empty({n}, at::kLong), room = on.empty({n + 1}, at::kInt);
+  const Tensor stats = empty_struct<RunStats>(on), scratch = on.scratch(group_workspace(args.box, n));
+  args.order = data<int>(order);
+  args.start = data<int>(room);
+  args.run_of = data<int64_t>(run_of);
+  args.stats = data<RunStats>(stats);
+  args.workspace = scratch.data_ptr();
+  check_cuda(group_cells(args, on.stream), "group_cells", on.device);
+  const auto runs = read_back(on, data<RunStats>(stats));
+  facts[1] = runs.longest;
+  const Tensor coords = on.empty({runs.count, 4}, at::kInt), start = on.empty({runs.count + 1}, at::kInt);
+  check_cuda(take_runs(args, runs.count, data<int>(coords), data<int>(start), on.stream), "take_runs", on.device);
+  return {coords, order, start, run_of, facts};
+}
+
+Tensor merge_runs_cuda(const Tensor& x, const Tensor& order, const Tensor& start, int64_t longest, bool mean,
+                       bool wide) {
+  check_tensor("x", x, 2, x);
+  check_ints("order", order, at::kInt, 0, x);
+  check_ints("start", start, at::kInt, 0, x);
+  TORCH_CHECK(x.is_cuda() && order.size(0) == x.size(0) && start.size(0) > 0, "order must hold a number per row of x");
+  TORCH_CHECK(longest <= kMaxMergedRows, "runs of up to ", kMaxMergedRows, " rows can be merged, got ", longest);
+  const Launch on(x.device());
+  const Tensor from = dense_rows(x);
+  const ScalarType sums = x.element_size() == 2 ? at::kFloat : at::kDouble;
+  const Tensor out = on.empty({start.size(0) - 1, x.size(1)}, wide ? sums : x.scalar_type());
+  MergeArgs args{};
+  args.x = from.data_ptr();
+  args.ldx = from.stride(0);
+  args.dtype = to_dtype(x.scalar_type());
+  args.channels = x.size(1);
+  args.order = data<int>(order);
+  args.start = data<int>(start);
+  args.count = start.size(0) - 1;
+  args.longest = longest;
+  args.mean = mean;
+  args.wide = wide;
+  args.out = out.data_ptr();
+  check_cuda(merge_runs(args, on.stream), "merge_runs", on.device);
+  return out;
+}
+
 Tensor mma_probe_cuda(int64_t kind, const Tensor& a, const Tensor& b, const Tensor& c) {
   TORCH_CHECK(kind >= 0 && kind < kMmaKinds, "kind must be 0..", kMmaKinds - 1, ", got ", kind);
   constexpr ScalarType kInputs[] = {at::kHalf, at::kHalf, at::kBFloat16, at::kFloat};  // by kind & 3
@@ -1481,6 +1575,11 @@ Tensor pool_pick_cuda(const Tensor&, const Tensor&, TensorList, TensorList, int6
 Tensor pool_put_cuda(const Tensor&, const Tensor&, TensorList, TensorList, int64_t, int64_t, bool) { no_cuda(); }
 Tensor segment_sum_cuda(const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
 Tensor segment_argmax_cuda(const Tensor&, const OptTensor&, const Tensor&, const Tensor&) { no_cuda(); }
+Tensor cells_of_points_cuda(const Tensor&, const OptTensor&, const std::vector<double>&, const std::vector<double>&) {
+  no_cuda();
+}
+GroupResult group_cells_cuda(const Tensor&) { no_cuda(); }
+Tensor merge_runs_cuda(const Tensor&, const Tensor&, const Tensor&, int64_t, bool, bool) { no_cuda(); }
 Tensor mma_probe_cuda(int64_t, const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
 double mma_rate_cuda(int64_t) { no_cuda(); }
 py::list kernel_configs() { return py::list(); }
@@ -1576,6 +1675,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("step"), py::arg("mul"), py::arg("div"));
   m.def("plan_to_table", torch::wrap_pybind_function_no_gil(voxmma::plan_to_table_cuda), py::arg("plan"),
         py::arg("n_out"));
+  m.def("cells_of_points", torch::wrap_pybind_function_no_gil(voxmma::cells_of_points_cuda), py::arg("points"),
+        py::arg("batch"), py::arg("origin"), py::arg("edge"));
+  m.def("group_cells", torch::wrap_pybind_function_no_gil(voxmma::group_cells_cuda), py::arg("cells"));
+  m.def("merge_runs", torch::wrap_pybind_function_no_gil(voxmma::merge_runs_cuda), py::arg("x"), py::arg("order"),
+        py::arg("start"), py::arg("longest"), py::arg("mean"), py::arg("wide"));
   m.def("mma_probe", torch::wrap_pybind_function_no_gil(voxmma::mma_probe_cuda), py::arg("kind"), py::arg("a"),
         py::arg("b"), py::arg("c"));
   m.def("mma_rate", torch::wrap_pybind_function_no_gil(voxmma::mma_rate_cuda), py::arg("kind"));

@@ -187,11 +187,14 @@ def test_sparse_quantize_uses_half_open_cells(device: torch.device, dtype: torch
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum", "max", "min", "first"])
-@pytest.mark.parametrize("cells", [1, 3, 60])
-def test_merged_rows_are_a_balanced_tree_in_row_order(device: torch.device, reduce: str, cells: int) -> None:
-    coords = torch.zeros(157, 4, dtype=torch.int32)
-    coords[:, 1] = torch.randint(cells, (157,))
-    feats = torch.randn(157, 3).half()
+@pytest.mark.parametrize("channels", [3, 8])
+@pytest.mark.parametrize(("cells", "n"), [(1, 157), (3, 157), (60, 157), (1, 4096), (1, 5000), (2, 8000)])
+def test_merged_rows_are_a_balanced_tree_in_row_order(
+    device: torch.device, reduce: str, cells: int, n: int, channels: int
+) -> None:
+    coords = torch.zeros(n, 4, dtype=torch.int32)
+    coords[:, 1] = torch.randint(cells, (n,))
+    feats = torch.randn(n, channels).half()
     combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce, torch.add)
     expected = []
     for cell in coords[:, 1].unique():
@@ -210,26 +213,29 @@ def test_merged_rows_are_a_balanced_tree_in_row_order(device: torch.device, redu
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("copies", [1, 300])
-def test_gpu_waits_of_points_do_not_grow_with_them(copies: int) -> None:
+@pytest.mark.parametrize("samples", [0, 3])  # 0: one tensor and an index
+def test_gpu_waits_of_points_do_not_grow_with_them(copies: int, samples: int) -> None:
     points = torch.rand(500, 3, device="cuda").repeat(copies, 1)
     feats, batch = torch.rand(len(points), 2, device="cuda"), torch.zeros_like(points[:, 0]).int()
     x, _ = coordops.sparse_quantize(points, feats, 0.1, batch_index=batch, batch_size=1)
     x.coord_set.sorted_keys()
+    given: dict[str, Any] = {"points": points, "feats": feats, "batch_index": batch, "batch_size": 1}
+    if samples:
+        given = {"points": [points] * samples, "feats": [feats] * samples}
+        coordops.sparse_quantize(**given, voxel_size=0.1)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            coordops.sparse_quantize(points, feats, 0.1, batch_index=batch, batch_size=1)
+            coordops.sparse_quantize(**given, voxel_size=0.1)
             first = len([c for c in caught if "synchroniz" in str(c.message)])
             coordops.devoxelise(x, points, 0.1, batch_index=batch)
             second = len([c for c in caught if "synchroniz" in str(c.message)]) - first
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert (first, second) == (
-        3,
-        2,
-    )  # samples, points, numbers of voxels and of points in one; samples, points
+    # Extents, with what is out of range; numbers of voxels and of points in one. Samples; points.
+    assert (first, second) == (2, 2)
 
 
 def test_sparse_quantize_of_samples(device: torch.device) -> None:

@@ -15,8 +15,9 @@ import torch
 import torch.utils._pytree as pytree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
+from voxmma import coordops
 from voxmma.coords import COORD_MAX, COORD_MIN, CoordSet, pack, unpack
 from voxmma.voxels import Voxels
 
@@ -377,21 +378,89 @@ BAD_POINTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), BAD_POINTS, ids=[m for _, _, m in BAD_POINTS])
-def test_bad_points_are_named(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_points_are_named(
+    device: torch.device, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    given = {"points": POINTS, "feats": ONES, "voxel_size": 0.1, **changes}
+    given = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(device), given)
     with pytest.raises(error, match=message):
-        Voxels.from_points(**{"points": POINTS, "feats": ONES, "voxel_size": 0.1, **changes})
+        Voxels.from_points(**given)
+
+
+def test_what_is_wrong_with_samples_is_said_before_what_is_wrong_with_points(device: torch.device) -> None:
+    points = torch.tensor([[NAN, 0, 0], [0, 0, 0]], device=device)
+    batch = torch.tensor([0, -1], device=device)
+    with pytest.raises(ValueError, match="batch_index row 1 is -1"):
+        Voxels.from_points(points, torch.ones(2, 1, device=device), 0.1, batch_index=batch)
+    with pytest.raises(ValueError, match="batch_index row 1 is 4294967296"):
+        Voxels.from_points(
+            points.nan_to_num(), torch.ones(2, 1, device=device), 0.1, batch_index=2**32 * -batch
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduce", ["mean", "sum", "max", "min", "first"])
-def test_points_give_the_same_bits_on_cpu_and_gpu(dtype: torch.dtype, reduce: str) -> None:
+@pytest.mark.parametrize("channels", [1, 4, 5, 32])
+def test_points_give_the_same_bits_on_cpu_and_gpu(dtype: torch.dtype, reduce: str, channels: int) -> None:
     points = torch.randn(20_000, 3).to(dtype)
-    feats = (torch.randn(20_000, 5) * 10).to(dtype)
-    mine = Voxels.from_points(points, feats, 0.3, reduce, origin=(0.1, -0.2, 0.3))
-    theirs = Voxels.from_points(points.cuda(), feats.cuda(), 0.3, reduce, origin=(0.1, -0.2, 0.3))
-    assert int(torch.unique(mine.coords, dim=0).shape[0]) < 20_000
-    assert torch.equal(mine.coords, theirs.coords.cpu()) and torch.equal(mine.feats, theirs.feats.cpu())
+    points[5000:5300] = points[0]
+    feats = (torch.randn(20_000, channels) * 10).to(dtype)
+    batch = torch.randint(3, (20_000,))
+    out_grad, second = torch.randn(20_000, channels).to(dtype), torch.randn_like(feats)
+    results = []
+    for where in ("cpu", "cuda"):
+        f = feats.to(where, copy=True).requires_grad_()
+        x, rows = coordops.sparse_quantize(
+            points.to(where), f, 0.3, reduce, batch_index=batch.to(where), origin=(0.1, -0.2, 0.3)
+        )
+        g = out_grad[: x.num_voxels].to(where, copy=True).requires_grad_()
+        (grad,) = torch.autograd.grad(x.feats, f, g, create_graph=True)
+        (back,) = torch.autograd.grad(grad, g, second.to(where))
+        results.append((x.coords, rows, x.feats, grad, back))
+    mine, theirs = results
+    assert len(mine[0]) < 20_000
+    for a, b in zip(mine[:4], theirs[:4], strict=True):
+        assert torch.equal(a, b.cpu())
+    close = {"rtol": 2e-2, "atol": 0.1} if dtype in DTYPES[:2] else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(mine[4], theirs[4].cpu(), **close)  # autograd adds in another order
+
+
+@pytest.mark.parametrize("span", [1, 40, 3000, COORD_MAX])
+def test_points_in_boxes_of_any_size(device: torch.device, span: int) -> None:
+    """Boxes of one cell, of up to 32 bits, and beyond."""
+    cells = torch.randint(-span, span, (500, 3))
+    cells[:250] = cells[250:].flip(0)
+    batch = torch.randint(1023, (500,)) if span > 1 else torch.zeros(500, dtype=torch.int64)
+    if span == COORD_MAX:
+        cells[:2], batch[:2] = torch.tensor([[COORD_MIN] * 3, [COORD_MAX] * 3]), torch.tensor([0, 1022])
+    rows = torch.cat([batch.unsqueeze(1), cells], dim=1)
+    expected, place = torch.unique(rows, dim=0, return_inverse=True)
+    feats = torch.ones(500, 4)
+    sums = torch.zeros(len(expected), 4).index_add(0, place, feats)
+    x, found = coordops.sparse_quantize(
+        cells.double().to(device) + 0.5, feats.to(device), 1.0, "sum", batch_index=batch.to(device)
+    )
+    y = Voxels(rows.to(device), feats.to(device), duplicates="sum")
+    assert torch.equal(x.coords.cpu().long(), expected) and torch.equal(found.cpu(), place)
+    for made in (x, y):
+        assert torch.equal(made.feats.cpu(), sums) and torch.equal(made.coords, x.coords)
+        assert bool((made.coord_set.lookup(x.coords) == torch.arange(len(expected), device=device)).all())
+        low, high = torch.tensor(made.coord_set.bounds).reshape(2, 4)
+        assert (low <= expected.amin(0)).all() and (high >= expected.amax(0)).all()
+
+
+@pytest.mark.gpu
+def test_points_on_a_side_stream_and_under_inference_mode() -> None:
+    points, feats = torch.randn(20_000, 3), torch.randn(20_000, 4)
+    expected = Voxels.from_points(points, feats, 0.3)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.inference_mode():
+        made = Voxels.from_points(points.cuda(), feats.cuda(), 0.3)
+    stream.synchronize()
+    assert torch.equal(made.feats.cpu(), expected.feats) and torch.equal(made.coords.cpu(), expected.coords)
+    low, high = expected.coords.aminmax(dim=0)
+    assert not made.coords.is_inference() and made.coord_set.bounds == (*low.tolist(), *high.tolist())
 
 
 # ---- dense grids, samples, sums ----------------------------------------------------------------------------
@@ -532,6 +601,8 @@ def test_gradients(device: torch.device) -> None:
     for reduce in ("mean", "sum", "max", "min", "first"):
         assert Voxels.from_points(points, feats, 1.0, reduce).num_voxels < n
         assert gradcheck(lambda f, r=reduce: Voxels.from_points(points, f, 1.0, r).feats, feats)
+    for reduce in ("mean", "sum"):
+        assert gradgradcheck(lambda f, r=reduce: Voxels.from_points(points, f, 1.0, r).feats ** 2, feats)
     x = Voxels(conftest.random_coords(n, 4, batch=2).to(device), feats)
     shuffled = Voxels(x.coords.flip(0), torch.ones_like(feats))
     repeated = torch.cat([x.coords[:7], x.coords[:7]])

@@ -42,6 +42,17 @@ def build_plan(
     """The tensors of a map, PlanStats, and the number of pairs, -1 where they are not read."""
 
 def plan_to_table(plan: list[Tensor], n_out: int) -> Tensor: ...
+def cells_of_points(
+    points: Tensor, batch: Tensor | None, origin: Sequence[float], edge: Sequence[float]
+) -> Tensor:
+    """(N, 4) int32 cells of points on a GPU; what has none gets a row outside the packable range."""
+
+def group_cells(cells: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]]:
+    """Sorted coordinates, order, starts, run of each row, [bad row, longest run, smallest 4, largest 4]."""
+
+def merge_runs(x: Tensor, order: Tensor, start: Tensor, longest: int, mean: bool, wide: bool) -> Tensor:
+    """Sum or mean of the rows of each run, as a balanced tree."""
+
 def mma_probe(kind: int, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """One matrix instruction a tile, see csrc/include/voxmma/probe.h."""
 

@@ -3,8 +3,9 @@
 Row order, on CPU and GPU alike: a new coordinate set (`downsample`, `union`, `intersection`, `unique`,
 `sparse_quantize`, `from_dense`) is sorted by (batch, x, y, z); `prune`, `crop`, `batch` and `unbatch` keep
 the order of the rows they keep. Everything takes N = 0 and empty samples, and all that returns features is
-differentiable with respect to them. On a GPU each operation reads sizes back to the host once, those on
-points also once for each check of values: samples in range, points finite and in range.
+differentiable with respect to them. On a GPU each operation reads sizes back to the host once; quantising
+points and merging repeated coordinates also once what their values are checked by, devoxelising once for each
+check: samples in range, points finite.
 """
 
 from __future__ import annotations
@@ -162,8 +163,8 @@ def sparse_quantize(
     Arguments, cells (half-open, by floor, in fp64 whatever the dtype of the points), order and errors are
     those of `Voxels.from_points`; of a sequence of tensors, the rows are those of its concatenation.
     """
-    voxels, keys = quantize(points, feats, voxel_size, reduce, batch_index, batch_size, origin)
-    return voxels, find_keys(keys, *voxels.coord_set.sorted_keys())
+    voxels, rows = quantize(points, feats, voxel_size, reduce, batch_index, batch_size, origin)
+    return voxels, rows()
 
 
 def devoxelise(

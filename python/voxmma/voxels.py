@@ -19,6 +19,7 @@ from voxmma.coords import (
     check_batch_size,
     check_columns,
     explain_unpackable,
+    find_keys,
     first_unpackable,
     narrow,
     pack,
@@ -33,6 +34,7 @@ Triple = tuple[int, int, int]
 Number = float  # Voxels.float hides the built-in inside the class
 
 FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INT32_MAX = torch.iinfo(torch.int32).max
 REDUCTIONS = ("mean", "sum", "max", "min", "first")
 
 _P = ParamSpec("_P")
@@ -105,12 +107,19 @@ class Voxels:
                 coord_set = CoordSet(coords, batch_size)
             else:
                 check_batch_size(batch_size)
-                bad = first_unpackable(coords)
+                runs = _group(narrow(coords)) if coords.is_cuda else None
+                bad = first_unpackable(coords) if runs is None else runs.bad
                 if bad >= 0:
                     raise ValueError(explain_unpackable(bad, coords[bad].tolist()))
-                largest = int(coords[:, 0].max()) if len(coords) else -1
+                if runs is not None:
+                    largest = runs.largest_batch
+                else:
+                    largest = int(coords[:, 0].max()) if len(coords) else -1
                 samples = resolve_batch_size(batch_size, largest, coords[:, 0], "coords")
-                coord_set, feats = _merge(pack(narrow(coords)), feats, samples, duplicates)
+                if runs is not None:
+                    coord_set, feats = _merge_runs(runs, feats, samples, duplicates)
+                else:
+                    coord_set, feats = _merge(pack(narrow(coords)), feats, samples, duplicates)
         self._start(coord_set, feats, _positive_triple(stride, "stride"))
 
     def _start(
@@ -458,12 +467,22 @@ def quantize(
     batch_index: torch.Tensor | None,
     batch_size: int | None,
     origin: Sequence[Number],
-) -> tuple[Voxels, torch.Tensor]:
-    """Voxels.from_points, and the packed key (N,) int64 of the cell of each point."""
+) -> tuple[Voxels, Callable[[], torch.Tensor]]:
+    """Voxels.from_points, and what gives the row (N,) int64 of the voxel of each point."""
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduce!r}")
     check_batch_size(batch_size)
-    points, feats, batch, samples = join_samples(points, feats, batch_index, batch_size)
+    one = isinstance(points, torch.Tensor)
+    points, feats, batch, samples = join_samples(points, feats, batch_index, batch_size, check=False)
+    if points.is_cuda and points.dtype in FEATURE_DTYPES and len(points) <= _INT32_MAX:
+        runs = _group(_cells_cuda(points, batch, voxel_size, origin))
+        if runs.bad < 0:  # else the lines below find out what is wrong
+            if one:
+                samples = _samples(batch, runs.largest_batch, batch_size)
+            coord_set, merged = _merge_runs(runs, feats, samples, reduce)
+            return Voxels._make(coord_set, merged, (1, 1, 1)), lambda: runs.run_of
+    if one:
+        samples = _check_batch(batch, batch_size)
     cell = torch.floor(grid_positions(points, voxel_size, origin))
     inside = ((cell >= COORD_MIN) & (cell <= COORD_MAX)).all(1)  # False for nan and inf too
     if not bool(inside.all()):
@@ -477,7 +496,7 @@ def quantize(
         )
     keys = pack(torch.cat([batch.unsqueeze(1), cell.long()], dim=1))
     coord_set, merged = _merge(keys, feats, samples, reduce)
-    return Voxels._make(coord_set, merged, (1, 1, 1)), keys
+    return Voxels._make(coord_set, merged, (1, 1, 1)), lambda: find_keys(keys, *coord_set.sorted_keys())
 
 
 def grid_positions(
@@ -487,19 +506,25 @@ def grid_positions(
     stride: Triple = (1, 1, 1),
 ) -> torch.Tensor:
     """(N, 3) fp64 positions of points (N, 3) in units of cells: (p - origin) / (voxel_size * stride)."""
+    # Division by a tensor: by a Python number CUDA multiplies with the rounded reciprocal instead.
+    # Filled on the device: a copy from the host would wait for it.
+    shift, edge = (
+        torch.stack([torch.full((), v, dtype=torch.float64, device=points.device) for v in values])
+        for values in grid_of(voxel_size, origin, stride)
+    )
+    return (points.detach().double() - shift) / edge
+
+
+def grid_of(
+    voxel_size: Number | Sequence[Number], origin: Sequence[Number], stride: Triple = (1, 1, 1)
+) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
+    """Origin and edges of a grid, checked."""
     size = (voxel_size,) * 3 if isinstance(voxel_size, (int, float)) else tuple(voxel_size)
     if len(size) != 3 or not all(math.isfinite(s) and s > 0 for s in size):
         raise ValueError(f"voxel_size must be a positive number or three of them, got {voxel_size!r}")
     if len(origin) != 3 or not all(map(math.isfinite, origin)):
         raise ValueError(f"origin must be three finite numbers, got {origin!r}")
-    # Division by a tensor: by a Python number CUDA multiplies with the rounded reciprocal instead.
-    edges = tuple(edge * step for edge, step in zip(size, stride, strict=True))
-    # Filled on the device: a copy from the host would wait for it.
-    shift, edge = (
-        torch.stack([torch.full((), v, dtype=torch.float64, device=points.device) for v in values])
-        for values in (origin, edges)
-    )
-    return (points.detach().double() - shift) / edge
+    return tuple(origin), tuple(edge * step for edge, step in zip(size, stride, strict=True))
 
 
 def join_samples(
@@ -507,8 +532,12 @@ def join_samples(
     feats: torch.Tensor | Sequence[torch.Tensor],
     batch_index: torch.Tensor | None,
     batch_size: int | None,
+    check: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Checks the arguments of from_points; returns points, feats, batch (N,) int64 and the batch size."""
+    """Checks the arguments of from_points; returns points, feats, batch (N,) int64 and the batch size.
+
+    Without `check` the values of `batch_index` are not looked at: the batch size of one tensor is -1.
+    """
     if isinstance(points, torch.Tensor):
         if not isinstance(feats, torch.Tensor):
             raise TypeError("feats must be one tensor when points is one")
@@ -525,12 +554,7 @@ def join_samples(
                 f"on {batch_index.device}"
             )
         batch = batch_index.long()
-        smallest, largest = torch.stack(batch.aminmax()).tolist() if len(batch) else (0, -1)
-        if smallest < 0 or largest > BATCH_MAX:
-            row = int(torch.nonzero((batch < 0) | (batch > BATCH_MAX))[0])
-            raise ValueError(f"batch_index row {row} is {int(batch[row])}, it must be in 0..{BATCH_MAX}")
-        samples = resolve_batch_size(batch_size, largest, batch, "batch_index")
-        return points, feats, batch, max(samples, 1) if batch_size is None else samples
+        return points, feats, batch, _check_batch(batch, batch_size) if check else -1
     if batch_index is not None:
         raise ValueError(
             "batch_index goes with one points tensor, not with a sequence: the position is the sample"
@@ -555,9 +579,28 @@ def join_samples(
         raise ValueError(
             f"points holds {len(points)} samples, batch_size is {samples}, the limit {BATCH_MAX + 1}"
         )
-    sizes = torch.tensor([len(p) for p in points], device=points[0].device)
-    batch = torch.repeat_interleave(torch.arange(len(points), device=points[0].device), sizes)
-    return torch.cat(list(points)), torch.cat(list(feats)), batch, samples
+    sizes, together = torch.tensor([len(p) for p in points]), torch.cat(list(points))
+    if together.is_cuda:  # from pageable memory the copy would wait
+        sizes = sizes.pin_memory()
+    sizes = sizes.to(together.device, non_blocking=True)
+    batch = torch.repeat_interleave(
+        torch.arange(len(points), device=together.device), sizes, output_size=len(together)
+    )
+    return together, torch.cat(list(feats)), batch, samples
+
+
+def _check_batch(batch: torch.Tensor, batch_size: int | None) -> int:
+    """The batch size, once all of `batch` (N,) int64 are samples of it."""
+    smallest, largest = torch.stack(batch.aminmax()).tolist() if len(batch) else (0, -1)
+    if smallest < 0 or largest > BATCH_MAX:
+        row = int(torch.nonzero((batch < 0) | (batch > BATCH_MAX))[0])
+        raise ValueError(f"batch_index row {row} is {int(batch[row])}, it must be in 0..{BATCH_MAX}")
+    return _samples(batch, largest, batch_size)
+
+
+def _samples(batch: torch.Tensor, largest: int, batch_size: int | None) -> int:
+    samples = resolve_batch_size(batch_size, largest, batch, "batch_index")
+    return max(samples, 1) if batch_size is None else samples
 
 
 def _check_points(points: torch.Tensor, name: str) -> None:
@@ -584,30 +627,35 @@ def _merge(
     keys: torch.Tensor, feats: torch.Tensor, samples: int, reduce: str
 ) -> tuple[CoordSet, torch.Tensor]:
     """Sorted coordinate set of the packed keys (N,) and the features (N, C) of equal keys reduced to one row
-    each.
-
-    Rows of a key are combined as a balanced tree in row order by elementwise operations, so every device
-    gives the same bits and the gradient is that of the elementwise operations. One read-back: how many keys
-    there are, and how many rows the most frequent one has.
+    each. One read-back: how many keys there are, and how many rows the most frequent one has.
     """
     ordered, order = torch.sort(keys, stable=True)
     start, longest = _runs(ordered)
     coord_set = CoordSet.trusted(unpack(ordered[start]), samples)
+    return coord_set, _combine(feats, order, start, longest, reduce)
+
+
+def _combine(
+    feats: torch.Tensor, order: torch.Tensor, start: torch.Tensor, longest: int, reduce: str
+) -> torch.Tensor:
+    """Rows of `feats` reduced to one a run; the runs of `order` (N,) begin at `start`.
+
+    Rows of a run are combined as a balanced tree in row order by elementwise operations, so every device
+    gives the same bits and the gradient is that of the elementwise operations. No read-back.
+    """
     if reduce == "first":
-        return coord_set, feats[order[start]]
+        return feats[order[start]]
     combine = {"max": torch.maximum, "min": torch.minimum}.get(reduce, torch.add)
-    wide = feats.dtype
-    if combine is torch.add:
-        wide = torch.float32 if feats.dtype in (torch.float16, torch.bfloat16) else torch.float64
+    wide = _wide(feats.dtype) if combine is torch.add else feats.dtype
     values = feats if longest > 1 else feats[order].to(wide)
-    size = torch.cat([start, start.new_full((1,), len(keys))]).diff()
+    size = torch.cat([start, start.new_full((1,), len(order))]).diff()
     remaining, count = size, len(start)
     while longest > 1:
         # Ranks 0 1 2 3 4 of a key: (0,1) (2,3) (4) become the ranks 0 1 2 of the next round. How many rows
         # that makes is not read back: there is room for the most there can be, and what is too much copies
         # the rows before it, which nothing takes.
         after, room = (remaining + 1) // 2, (len(values) + count) // 2
-        rows = torch.arange(room, device=keys.device)
+        rows = torch.arange(room, device=order.device)
         unused = (room - after.sum()).unsqueeze(0)
         key = torch.repeat_interleave(torch.cat([after, unused]), output_size=room)
         used, key = key < count, key.clamp(max=count - 1)
@@ -624,7 +672,7 @@ def _merge(
     values = values[:count]
     if reduce == "mean":
         values = values / size.to(values.dtype).unsqueeze(1)
-    return coord_set, values.to(feats.dtype)
+    return values.to(feats.dtype)
 
 
 def _runs(ordered: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -639,6 +687,97 @@ def _runs(ordered: torch.Tensor) -> tuple[torch.Tensor, int]:
     start = rows.new_zeros(n + 1).scatter_(0, torch.where(fresh, run, n), rows)  # the last takes the others
     count, longest = (torch.stack([run[-1], (rows - start[run]).max()]) + 1).tolist()
     return start[:count], longest
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over the rows of a voxel are kept in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
+
+
+# ---- the same on a GPU, by kernels of csrc/points ----------------------------------------------------------
+
+_LONGEST = 4096  # rows of a run that one thread adds up; longer ones go round by round
+
+
+@dataclass(frozen=True, eq=False)
+class _Runs:
+    """Rows of (N, 4) coordinates, those of each voxel together."""
+
+    coords: torch.Tensor  # (count, 4) int32 voxels sorted by (batch, x, y, z)
+    order: torch.Tensor  # (N,) int32 rows by voxel, those of a voxel in the caller's order
+    start: torch.Tensor  # (count + 1,) int32 where each voxel's begin in `order`
+    run_of: torch.Tensor  # (N,) int64 voxel of each row
+    bad: int  # the smallest row that is not packable, or -1; then the tensors are empty
+    longest: int  # most rows of a voxel
+    bounds: tuple[int, ...]  # smallest batch, x, y, z, then the largest; zeros if N = 0
+
+    @property
+    def largest_batch(self) -> int:
+        return self.bounds[4] if len(self.order) else -1
+
+
+@torch.compiler.disable
+def _group(cells: torch.Tensor) -> _Runs:
+    """Two read-backs: extents and bad rows; how many voxels, and rows of the most frequent one."""
+    from voxmma import _C
+
+    coords, order, start, run_of, (bad, longest, *bounds) = _C.group_cells(cells)
+    return _Runs(coords, order, start, run_of, bad, longest, tuple(bounds))
+
+
+@torch.compiler.disable
+def _cells_cuda(
+    points: torch.Tensor,
+    batch: torch.Tensor,
+    voxel_size: Number | Sequence[Number],
+    origin: Sequence[Number],
+) -> torch.Tensor:
+    """(N, 4) int32 cells; not packable where points or samples are out of range."""
+    from voxmma import _C
+
+    shift, edge = grid_of(voxel_size, origin)
+    return _C.cells_of_points(points.detach(), batch.contiguous(), shift, edge)
+
+
+@torch.compiler.disable
+def _merge_runs(runs: _Runs, feats: torch.Tensor, samples: int, reduce: str) -> tuple[CoordSet, torch.Tensor]:
+    """As `_merge`, bit for bit."""
+    coord_set = CoordSet.trusted(runs.coords, samples, runs.bounds if len(runs.order) else None)
+    if reduce in ("sum", "mean") and runs.longest <= _LONGEST:
+        merged: torch.Tensor = _RunSum.apply(feats, runs, reduce == "mean", False)
+        return coord_set, merged
+    return coord_set, _combine(feats, runs.order.long(), runs.start[:-1].long(), runs.longest, reduce)
+
+
+class _RunSum(torch.autograd.Function):
+    """Sum or mean of the rows of each run, in the dtype of the rows or in that of the sums (`wide`)."""
+
+    @staticmethod
+    def forward(ctx: Any, feats: torch.Tensor, runs: _Runs, mean: bool, wide: bool) -> torch.Tensor:
+        from voxmma import _C
+
+        ctx.runs, ctx.mean, ctx.dtype = runs, mean, feats.dtype
+        return _C.merge_runs(feats, runs.order, runs.start, runs.longest, mean, wide)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        grad = grad.to(_wide(ctx.dtype))
+        if ctx.mean:
+            grad = grad / ctx.runs.start.diff().to(grad.dtype).unsqueeze(1)
+        return _RunSpread.apply(grad, ctx.runs, ctx.dtype), None, None, None
+
+
+class _RunSpread(torch.autograd.Function):
+    """A row for each row of each run; the transpose of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: torch.Tensor, runs: _Runs, dtype: torch.dtype) -> torch.Tensor:
+        ctx.runs = runs
+        return sums.to(dtype).index_select(0, runs.run_of)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _RunSum.apply(grad, ctx.runs, False, True), None, None
 
 
 # ---- pytree: torch.compile, torch.export and data loaders see the two tensors ------------------------------

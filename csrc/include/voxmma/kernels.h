@@ -312,4 +312,56 @@ struct SegmentArgs {
 cudaError_t segment_sum(const SegmentArgs&, cudaStream_t);
 cudaError_t segment_argmax(const SegmentArgs&, cudaStream_t);  // NaN as in PoolOp::max
 
+// ---- points -----------------------------------------------------------------------------------------------------
+// Cells (n, 4) of points: sample, floor((point - origin) / edge), in fp64. What is not finite, lies outside the packable
+// range or belongs to a sample outside 0 .. kBatchMax becomes a row that is not packable.
+struct PointArgs {
+  const void* points;  // (n, 3) contiguous
+  DType dtype;
+  const int64_t* batch;  // [n], null: sample 0
+  int64_t n;
+  double origin[3], edge[3];
+  int* cells;
+};
+cudaError_t cells_of_points(const PointArgs&, cudaStream_t);
+
+// Extents and smallest bad row of (n, 4) cells; the other numbers of `stats` mean nothing.
+cudaError_t measure_cells(const int* cells, int64_t n, CoordStats* stats, cudaStream_t);
+
+// Groups equal rows: run r is rows order[start[r]] .. order[start[r + 1] - 1], in the caller's order; runs are sorted by
+// (batch, x, y, z).
+struct RunStats {  // device memory
+  int64_t count, longest;
+};
+struct GroupArgs {
+  const int* cells;  // (n, 4) packable, 16-byte aligned
+  int64_t n;
+  CoordBox box;     // around all rows
+  int* order;       // [n]
+  int* start;       // [n + 1], count + 1 of them are written
+  int64_t* run_of;  // [n] run of each row
+  RunStats* stats;
+  void* workspace;  // group_workspace(box, n) bytes, 256-byte aligned
+};
+size_t group_workspace(const CoordBox& box, int64_t n);
+cudaError_t group_cells(const GroupArgs&, cudaStream_t);
+// (count, 4) cells of the runs, and a copy of the count + 1 starts.
+cudaError_t take_runs(const GroupArgs&, int64_t count, int* coords, int* start, cudaStream_t);
+
+// Sums of the rows of each run as a balanced tree: neighbours (0,1) (2,3) (4) are added round by round, in fp32 for half
+// types and in fp64 for the others.
+inline constexpr int kMaxMergedRows = 8191;  // of a run
+struct MergeArgs {
+  const void* x;  // (n, channels), `ldx` elements from row to row
+  int64_t ldx;
+  DType dtype;
+  int64_t channels;
+  const int *order, *start;
+  int64_t count, longest;  // longest run; at most kMaxMergedRows
+  bool mean;               // divide by the number of rows
+  bool wide;               // `out` has the type of the sums instead of that of x
+  void* out;               // (count, channels) contiguous
+};
+cudaError_t merge_runs(const MergeArgs&, cudaStream_t);
+
 }  // namespace voxmma

@@ -42,6 +42,24 @@ def build_plan(
     """The tensors of a map, PlanStats, and the number of pairs, -1 where they are not read."""
 
 def plan_to_table(plan: list[Tensor], n_out: int) -> Tensor: ...
+def lookup_rows(query: Tensor, order: Tensor, bricks: Tensor) -> Tensor:
+    """(M,) int64 rows of (M, 4) int32 or int64 coordinates, -1 where absent. Never waits for the GPU."""
+
+def locate_points(
+    points: Tensor,
+    batch: Tensor | None,
+    batch_size: int,
+    shift: Sequence[float],
+    edge: Sequence[float],
+    trilinear: bool,
+    order: Tensor,
+    bricks: Tensor,
+    wide: bool,
+) -> tuple[Tensor, Tensor, bool]:
+    """Rows (M, corners) int32, -1 = none, weights in fp32 or `wide` fp64, whether all is valid."""
+
+def gather_weighted(x: Tensor, rows: Tensor, weights: Tensor) -> Tensor: ...
+def scatter_weighted(dy: Tensor, entries: Tensor, starts: Tensor, weights: Tensor) -> Tensor: ...
 def mma_probe(kind: int, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """One matrix instruction a tile, see csrc/include/voxmma/probe.h."""
 

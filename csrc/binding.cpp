@@ -1424,11 +1424,11 @@ LocateResult locate_points_cuda(const Tensor& points, const OptTensor& batch, in
   check_tensor("points", points, 2, points);
   TORCH_CHECK(points.size(1) == 3, "points must be (N, 3), got shape ", points.sizes());
   const int64_t n = points.size(0), corners = trilinear ? 8 : 1;
+  LocateArgs args{};
+  args.set = set_view(order, bricks, points);
   const NormalTensors normal;
   const Launch on(points.device());
   const Tensor dense = points.contiguous(), none = on.empty({1}, at::kLong);
-  LocateArgs args{};
-  args.set = set_view(order, bricks, points);
   args.points = dense.data_ptr();
   args.dtype = to_dtype(points.scalar_type());
   args.n = n;

@@ -668,6 +668,7 @@ using IndexResult = std::tuple<Tensor, Tensor, Ints>;
 using DeriveResult = std::tuple<Tensor, Tensor, Tensor, int64_t, bool>;
 using PlanResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t>;
 using GroupResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Ints>;
+using LocateResult = std::tuple<Tensor, Tensor, bool>;
 
 #ifdef VOXMMA_WITH_CUDA
 
@@ -1483,6 +1484,128 @@ Tensor merge_runs_cuda(const Tensor& x, const Tensor& order, const Tensor& start
   return out;
 }
 
+// ---- points: see kernels.h and voxmma/coordops.py
+
+SetView set_view(const Tensor& order, const Tensor& bricks, const Tensor& like) {
+  check_ints("order", order, at::kInt, 0, like);
+  check_ints("bricks", bricks, at::kInt, 4, like);
+  TORCH_CHECK(bricks.size(0) > 0, "bricks is empty");
+  return {data<int>(order), data<Brick>(bricks), bricks.size(0)};
+}
+
+// Contiguous at a multiple of 16 bytes.
+Tensor aligned(const Tensor& t) {
+  const Tensor dense = t.contiguous();
+  return reinterpret_cast<uintptr_t>(dense.data_ptr()) % 16 == 0 ? dense : dense.clone();
+}
+
+Tensor lookup_rows_cuda(const Tensor& query, const Tensor& order, const Tensor& bricks) {
+  const bool is_int64 = query.scalar_type() == at::kLong;
+  const Tensor dense = aligned(query);
+  check_ints("query", dense, is_int64 ? at::kLong : at::kInt, 4, query);
+  const Launch on(query.device());
+  const SetView set = set_view(order, bricks, query);
+  const Tensor rows = on.empty({query.size(0)}, at::kLong);
+  check_cuda(lookup_rows(set, dense.data_ptr(), is_int64, query.size(0), data<int64_t>(rows), on.stream), "lookup_rows",
+             on.device);
+  return rows;
+}
+
+// Rows (N, corners) int32, weights, and whether all points are finite and of a sample that is there. Reads back once.
+LocateResult locate_points_cuda(const Tensor& points, const OptTensor& batch, int64_t batch_size,
+                                const std::array<double, 3>& shift, const std::array<double, 3>& edge, bool trilinear,
+                                const Tensor& order, const Tensor& bricks, bool wide) {
+  check_tensor("points", points, 2, points);
+  TORCH_CHECK(points.size(1) == 3, "points must be (N, 3), got shape ", points.sizes());
+  const int64_t n = points.size(0), corners = trilinear ? 8 : 1;
+  LocateArgs args{};
+  args.set = set_view(order, bricks, points);
+  const NormalTensors normal;
+  const Launch on(points.device());
+  const Tensor dense = points.contiguous(), none = on.empty({1}, at::kLong);
+  args.points = dense.data_ptr();
+  args.dtype = to_dtype(points.scalar_type());
+  args.n = n;
+  Tensor samples;
+  if (batch.has_value()) {
+    args.batch_is_int64 = batch->scalar_type() == at::kLong;
+    samples = batch->contiguous();
+    check_ints("batch", samples, args.batch_is_int64 ? at::kLong : at::kInt, 0, points);
+    TORCH_CHECK(samples.size(0) == n, "batch has ", samples.size(0), " rows, points has ", n);
+    args.batch = samples.data_ptr();
+  }
+  args.batch_size = batch_size;
+  std::copy(shift.begin(), shift.end(), args.shift);
+  std::copy(edge.begin(), edge.end(), args.edge);
+  args.trilinear = trilinear;
+  const Tensor rows = on.empty({n, corners}, at::kInt);
+  const Tensor weights = on.empty({n, corners}, wide ? at::kDouble : at::kFloat);
+  args.rows = data<int>(rows);
+  args.weights = weights.data_ptr();
+  args.weight_dtype = wide ? DType::f64 : DType::f32;
+  args.invalid = data<int64_t>(none);
+  if (n == 0) return {rows, weights, true};
+  check_cuda(cudaMemsetAsync(args.invalid, 0, sizeof(int64_t), on.stream), "cudaMemsetAsync", on.device);
+  check_cuda(locate_points(args, on.stream), "locate_points", on.device);
+  return {rows, weights, read_back(on, args.invalid) == 0};
+}
+
+void check_weights(const Tensor& x, const Tensor& weights, int64_t rows) {
+  const ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  TORCH_CHECK(weights.device() == x.device() && weights.scalar_type() == wide && weights.is_contiguous() &&
+                  weights.dim() == 2 && weights.size(0) == rows && (weights.size(1) == 1 || weights.size(1) == 8),
+              "weights must be contiguous ", dtype_name(wide), " of shape (", rows, ", 1 or 8) on ", x.device(),
+              ", got ", c10::toString(weights.scalar_type()), " of shape ", weights.sizes(), " on ", weights.device());
+}
+
+Tensor gather_weighted_cuda(const Tensor& x, const Tensor& rows, const Tensor& weights) {
+  check_tensor("x", x, 2, x);
+  check_ints("rows", rows, at::kInt, weights.size(-1), x);
+  check_weights(x, weights, rows.size(0));
+  const Launch on(x.device());
+  const Tensor from = dense_rows(x), y = on.empty({rows.size(0), x.size(1)}, x.scalar_type());
+  GatherArgs args{};
+  args.x = from.data_ptr();
+  args.ldx = from.stride(0);
+  args.dtype = to_dtype(x.scalar_type());
+  args.channels = x.size(1);
+  args.n = rows.size(0);
+  args.corners = static_cast<int>(weights.size(1));
+  args.rows = data<int>(rows);
+  args.weights = weights.data_ptr();
+  args.y = y.data_ptr();
+  check_cuda(gather_weighted(args, on.stream), "gather_weighted", on.device);
+  return y;
+}
+
+// `entries` of weights.flatten(), sorted by the row of dx they add to, and where those of each row begin.
+Tensor scatter_weighted_cuda(const Tensor& dy, const Tensor& entries, const Tensor& starts, const Tensor& weights) {
+  check_tensor("dy", dy, 2, dy);
+  check_ints("entries", entries, at::kLong, 0, dy);
+  check_ints("starts", starts, at::kLong, 0, dy);
+  check_weights(dy, weights, dy.size(0));
+  TORCH_CHECK(starts.size(0) > 0 && entries.size(0) == weights.numel(), "starts has ", starts.size(0),
+              " entries, entries has ", entries.size(0), ", weights has ", weights.numel());
+  const Launch on(dy.device());
+  const int64_t n_out = starts.size(0) - 1;
+  // How rows lie must not change the order of additions.
+  const Tensor from = aligned(dy), dx = on.empty({n_out, dy.size(1)}, dy.scalar_type());
+  const int64_t channels = dy.size(1);
+  ScatterArgs args{};
+  args.dy = from.data_ptr();
+  args.ldy = channels;
+  args.dtype = to_dtype(dy.scalar_type());
+  args.channels = channels;
+  args.n_out = n_out;
+  args.corners = static_cast<int>(weights.size(1));
+  args.entries = data<int64_t>(entries);
+  args.starts = data<int64_t>(starts);
+  args.weights = weights.data_ptr();
+  args.dx = dx.data_ptr();
+  check_cuda(scatter_weighted(args, on.stream), "scatter_weighted", on.device);
+  return dx;
+}
+
 Tensor mma_probe_cuda(int64_t kind, const Tensor& a, const Tensor& b, const Tensor& c) {
   TORCH_CHECK(kind >= 0 && kind < kMmaKinds, "kind must be 0..", kMmaKinds - 1, ", got ", kind);
   constexpr ScalarType kInputs[] = {at::kHalf, at::kHalf, at::kBFloat16, at::kFloat};  // by kind & 3
@@ -1580,6 +1703,13 @@ Tensor cells_of_points_cuda(const Tensor&, const OptTensor&, const std::vector<d
 }
 GroupResult group_cells_cuda(const Tensor&) { no_cuda(); }
 Tensor merge_runs_cuda(const Tensor&, const Tensor&, const Tensor&, int64_t, bool, bool) { no_cuda(); }
+Tensor lookup_rows_cuda(const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
+LocateResult locate_points_cuda(const Tensor&, const OptTensor&, int64_t, const std::array<double, 3>&,
+                                const std::array<double, 3>&, bool, const Tensor&, const Tensor&, bool) {
+  no_cuda();
+}
+Tensor gather_weighted_cuda(const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
+Tensor scatter_weighted_cuda(const Tensor&, const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
 Tensor mma_probe_cuda(int64_t, const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
 double mma_rate_cuda(int64_t) { no_cuda(); }
 py::list kernel_configs() { return py::list(); }
@@ -1680,6 +1810,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("group_cells", torch::wrap_pybind_function_no_gil(voxmma::group_cells_cuda), py::arg("cells"));
   m.def("merge_runs", torch::wrap_pybind_function_no_gil(voxmma::merge_runs_cuda), py::arg("x"), py::arg("order"),
         py::arg("start"), py::arg("longest"), py::arg("mean"), py::arg("wide"));
+  m.def("lookup_rows", torch::wrap_pybind_function_no_gil(voxmma::lookup_rows_cuda), py::arg("query"), py::arg("order"),
+        py::arg("bricks"));
+  m.def("locate_points", torch::wrap_pybind_function_no_gil(voxmma::locate_points_cuda), py::arg("points"),
+        py::arg("batch"), py::arg("batch_size"), py::arg("shift"), py::arg("edge"), py::arg("trilinear"),
+        py::arg("order"), py::arg("bricks"), py::arg("wide"));
+  m.def("gather_weighted", torch::wrap_pybind_function_no_gil(voxmma::gather_weighted_cuda), py::arg("x"),
+        py::arg("rows"), py::arg("weights"));
+  m.def("scatter_weighted", torch::wrap_pybind_function_no_gil(voxmma::scatter_weighted_cuda), py::arg("dy"),
+        py::arg("entries"), py::arg("starts"), py::arg("weights"));
   m.def("mma_probe", torch::wrap_pybind_function_no_gil(voxmma::mma_probe_cuda), py::arg("kind"), py::arg("a"),
         py::arg("b"), py::arg("c"));
   m.def("mma_rate", torch::wrap_pybind_function_no_gil(voxmma::mma_rate_cuda), py::arg("kind"));

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 import warnings
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 import voxmma
 from voxmma import Voxels, coordops
@@ -72,8 +74,27 @@ def test_lookup(device: torch.device, rows: list[Row], query: list[Row]) -> None
     expected = [rows.index(q) if q in rows else -1 for q in asked]
     x = voxels_of(rows, device)
     for dtype in (torch.int32, torch.int64):
-        got = coordops.lookup(x, torch.tensor(asked, dtype=dtype, device=device))
-        assert got.dtype == torch.int64 and got.tolist() == expected
+        queries = torch.tensor(asked, dtype=dtype, device=device)
+        for asking in (queries, queries.t().contiguous().t()):
+            got = coordops.lookup(x, asking)
+            assert got.dtype == torch.int64 and got.tolist() == expected
+    turns = torch.tensor([[1 << 32, 0, 0, 0], [0, 1 << 32, 0, 0], [0, 0, 0, -1 << 32]])
+    wrapped = (torch.tensor(rows, dtype=torch.int64).reshape(-1, 1, 4) + turns).reshape(-1, 4)
+    assert (coordops.lookup(x, wrapped.to(device)) == -1).all()
+
+
+@pytest.mark.gpu
+def test_gpu_lookup_does_not_wait() -> None:
+    coords = conftest.random_coords(2000, 40, batch=2)
+    x = Voxels(coords, torch.zeros(2000, 1), 2).to("cuda")
+    query = torch.cat([coords.flip(0), coords + 50]).cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rows = coordops.lookup(x, query)  # indexes the set, too
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(rows.cpu(), coordops.lookup(x.cpu(), query.cpu()))
+    assert torch.equal(rows[:2000].cpu(), torch.arange(1999, -1, -1))
 
 
 def test_bad_arguments_are_named(device: torch.device) -> None:
@@ -234,8 +255,8 @@ def test_gpu_waits_of_points_do_not_grow_with_them(copies: int, samples: int) ->
             second = len([c for c in caught if "synchroniz" in str(c.message)]) - first
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    # Extents, with what is out of range; numbers of voxels and of points in one. Samples; points.
-    assert (first, second) == (2, 2)
+    # Extents, with what is out of range; numbers of voxels and of points in one. Samples and points in one.
+    assert (first, second) == (2, 1)
 
 
 def test_sparse_quantize_of_samples(device: torch.device) -> None:
@@ -281,6 +302,120 @@ def test_devoxelise(device: torch.device, rows: list[Row], mode: str, stride: in
     batch = [0, 1, 2] * 7
     got = coordops.devoxelise(x, points.to(device), 0.5, mode, batch_index=torch.tensor(batch, device=device))
     torch.testing.assert_close(got.cpu(), brute_devoxelise(x, points, batch, 0.5, mode))
+
+
+def devoxelise_step_by_step(
+    x: Voxels, points: torch.Tensor, batch: list[int], size: float, origin: Any, mode: str
+) -> torch.Tensor:
+    """Every operation rounded on its own, in the documented precision and order."""
+    table = {row: x.feats[i].cpu() for i, row in enumerate(rows_of(x))}
+    compute = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    out = torch.zeros(len(points), x.feats.shape[1], dtype=compute)
+    for i, (b, point) in enumerate(zip(batch, points.tolist(), strict=True)):
+        place = [(p - o) / (size * s) for p, o, s in zip(point, origin, x.stride, strict=True)]
+        shares: list[tuple[float, torch.Tensor]] = []
+        if mode == "trilinear":
+            place = [p - 0.5 for p in place]
+        base = [math.floor(p) for p in place]
+        for corner in itertools.product((0, 1), repeat=3) if mode == "trilinear" else [(0, 0, 0)]:
+            share = 1.0
+            for p, c, d in zip(place, base, corner, strict=True):
+                share *= (p - c if d else 1 - (p - c)) if mode == "trilinear" else 1.0
+            row = (b, *(c + d for c, d in zip(base, corner, strict=True)))
+            if row in table:
+                shares.append((share, table[row]))
+        total = functools.reduce(operator.add, (share for share, _ in shares), 0.0)
+        for share, feats in shares:
+            if share > 0:
+                out[i] = out[i] + feats.to(compute) * torch.tensor(share / total, dtype=torch.float64).to(
+                    compute
+                )
+    return out.to(x.dtype)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "trilinear"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [1, 3, 4, 32])
+def test_devoxelise_bits(device: torch.device, dtype: torch.dtype, mode: str, channels: int) -> None:
+    coords = conftest.random_coords(200, 7, batch=3)
+    coords[:, 1:] -= 3
+    feats = torch.randn(200, channels).to(dtype)
+    feats[7] = math.inf  # seen by those around it alone
+    x = Voxels(coords.to(device), feats.to(device), 3, stride=(1, 2, 1))
+    for point_dtype in DTYPES:
+        points = (torch.rand(60, 3) * 3 - 1).to(point_dtype)
+        points[:3] = torch.tensor(
+            [[6e4, -6e4, 0.0], [0.25, 0.25, 0.25], [-0.0, 0.5, -0.25]], dtype=point_dtype
+        )
+        batch = torch.randint(0, 3, (60,), dtype=torch.int32)
+        origin = (0.25, -0.1, 0.0)
+        expected = devoxelise_step_by_step(x, points, batch.tolist(), 0.3, origin, mode)
+        for index in (batch.to(device), batch.long().to(device)):
+            got = coordops.devoxelise(x, points.to(device), 0.3, mode, batch_index=index, origin=origin)
+            assert got.dtype == dtype and torch.equal(got.cpu().nan_to_num(77), expected.nan_to_num(77))
+            with torch.inference_mode():
+                inferred = coordops.devoxelise(
+                    x, points.to(device), 0.3, mode, batch_index=index, origin=origin
+                )
+            assert torch.equal(inferred.nan_to_num(77), got.nan_to_num(77))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "trilinear"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [1, 3, 4, 32, 160])
+def test_devoxelise_gradient(device: torch.device, dtype: torch.dtype, mode: str, channels: int) -> None:
+    coords = conftest.random_coords(40, 4)
+    x = Voxels(coords.to(device), torch.randn(40, channels).to(device, dtype), 1)
+    points = torch.cat([coords[:, 1:] + 0.5, torch.rand(660, 3) * 6 - 1]).to(device)
+    identity = x.with_feats(torch.eye(40, dtype=torch.float64, device=device))
+    matrix = coordops.devoxelise(identity, points, 1.0, mode)
+    assert (matrix.amax(0) > 0).all() and (matrix.amax(1) == 0).any()  # all voxels get one, some points none
+    dy = torch.randn(700, channels).to(device, dtype)
+    results = []
+    for grad in (dy, dy, dy.t().contiguous().t()):
+        feats = x.feats.detach().requires_grad_()
+        coordops.devoxelise(x.with_feats(feats), points, 1.0, mode).backward(grad)
+        results.append(feats.grad)
+    assert all(torch.equal(results[0], again) for again in results[1:])
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(
+        results[0].double(), matrix.t() @ dy.double(), rtol=tolerance, atol=tolerance * 10
+    )
+
+
+@pytest.mark.parametrize("mode", ["nearest", "trilinear"])
+def test_devoxelise_gradients_of_any_order(device: torch.device, mode: str) -> None:
+    x = voxels_of([(0, 0, 0, 0), (0, 1, 0, 0), (0, 1, 1, 0), (2, 0, 0, 0)], device)
+    points = torch.rand(30, 3, device=device) * 3 - 0.5
+    feats = x.feats.clone().requires_grad_()
+
+    def run(f: torch.Tensor) -> torch.Tensor:
+        return coordops.devoxelise(x.with_feats(f), points, 1.0, mode)
+
+    assert gradcheck(run, feats, check_forward_ad=True) and gradgradcheck(run, feats)
+    square = torch.func.grad(lambda f: run(f).square().sum())(feats.detach())
+    torch.testing.assert_close(square, torch.autograd.grad(run(feats).square().sum(), feats)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["nearest", "trilinear"])
+def test_gpu_devoxelise_on_another_stream(mode: str) -> None:
+    coords = conftest.random_coords(3000, 20)
+    on_cpu = Voxels(coords, torch.randn(3000, 8), 1)
+    points = torch.rand(20000, 3) * 20
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x, there = on_cpu.to("cuda"), points.cuda()
+        feats = x.feats.requires_grad_()
+        torch.cuda._sleep(10_000_000)  # whatever does not wait for this stream is early
+        y = coordops.devoxelise(x.with_feats(feats + 0), there, 1.0, mode)
+        y.sum().backward()
+    stream.synchronize()
+    assert torch.equal(y.detach().cpu(), coordops.devoxelise(on_cpu, points, 1.0, mode))
+    assert feats.grad is not None
+    cpu_feats = on_cpu.feats.clone().requires_grad_()
+    coordops.devoxelise(on_cpu.with_feats(cpu_feats), points, 1.0, mode).sum().backward()
+    torch.testing.assert_close(feats.grad.cpu(), cpu_feats.grad)
 
 
 @pytest.mark.parametrize("mode", ["nearest", "trilinear"])

@@ -53,6 +53,24 @@ def group_cells(cells: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int
 def merge_runs(x: Tensor, order: Tensor, start: Tensor, longest: int, mean: bool, wide: bool) -> Tensor:
     """Sum or mean of the rows of each run, as a balanced tree."""
 
+def lookup_rows(query: Tensor, order: Tensor, bricks: Tensor) -> Tensor:
+    """(M,) int64 rows of (M, 4) int32 or int64 coordinates, -1 where absent. Never waits for the GPU."""
+
+def locate_points(
+    points: Tensor,
+    batch: Tensor | None,
+    batch_size: int,
+    shift: Sequence[float],
+    edge: Sequence[float],
+    trilinear: bool,
+    order: Tensor,
+    bricks: Tensor,
+    wide: bool,
+) -> tuple[Tensor, Tensor, bool]:
+    """Rows (M, corners) int32, -1 = none, weights in fp32 or `wide` fp64, whether all is valid."""
+
+def gather_weighted(x: Tensor, rows: Tensor, weights: Tensor) -> Tensor: ...
+def scatter_weighted(dy: Tensor, entries: Tensor, starts: Tensor, weights: Tensor) -> Tensor: ...
 def mma_probe(kind: int, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """One matrix instruction a tile, see csrc/include/voxmma/probe.h."""
 

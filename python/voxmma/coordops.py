@@ -3,13 +3,13 @@
 Row order, on CPU and GPU alike: a new coordinate set (`downsample`, `union`, `intersection`, `unique`,
 `sparse_quantize`, `from_dense`) is sorted by (batch, x, y, z); `prune`, `crop`, `batch` and `unbatch` keep
 the order of the rows they keep. Everything takes N = 0 and empty samples, and all that returns features is
-differentiable with respect to them. On a GPU each operation reads sizes back to the host once; quantising
-points and merging repeated coordinates also once what their values are checked by, devoxelising once for each
-check: samples in range, points finite.
+differentiable with respect to them. On a GPU each operation reads back to the host once; `sparse_quantize` and
+merging repeated coordinates twice: what their values are checked by, and sizes.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +18,20 @@ import torch
 from torch.utils.data._utils.collate import collate as _torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from voxmma.coords import BATCH_MAX, COORD_MAX, COORD_MIN, CoordSet, check_columns, find_keys, pack, unpack
+from voxmma.coords import (
+    BATCH_MAX,
+    COORD_MAX,
+    COORD_MIN,
+    CoordSet,
+    check_columns,
+    find_keys,
+    kernels_take,
+    pack,
+    unpack,
+)
+from voxmma.interpolate import Interpolate
 from voxmma.kernel_map import MAX_STRIDE, _coord_set, _triple
-from voxmma.voxels import Voxels, grid_positions, join_samples, quantize
+from voxmma.voxels import FEATURE_DTYPES, Voxels, grid_positions, join_samples, quantize
 
 Triple = tuple[int, int, int]
 
@@ -76,6 +87,8 @@ def lookup(coords: CoordSet | Voxels, query: torch.Tensor) -> torch.Tensor:
         raise type(error)(str(error).replace("coords", "query", 1)) from None
     if query.device != source.device:
         raise ValueError(f"query is on {query.device}, coords is on {source.device}")
+    if source.num and kernels_take(query):
+        return source.lookup(query)
     space, batch = query[:, 1:], query[:, 0]
     valid = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)
     rows = source.lookup(torch.where(valid.unsqueeze(1), query, 0))
@@ -182,7 +195,9 @@ def devoxelise(
     'nearest' takes the voxel whose cell holds the point, 0 where there is none. 'trilinear' weighs the eight
     voxels whose centres surround the point; those that do not exist count nothing and the weights of the
     others are scaled to sum to 1, so a constant field stays constant up to its border; a point with no voxel
-    around it gets 0. Positions and weights are computed in fp64, sums in fp32 for half features.
+    around it gets 0. Positions and weights are computed in fp64, sums in fp32 for half features, corner after
+    corner: CPU and GPU give the same bits. The gradient is the same in every run; a GPU rounds it once, in an
+    order of additions of its own.
 
     Args:
         x: voxels.
@@ -196,6 +211,10 @@ def devoxelise(
     """
     if mode not in ("nearest", "trilinear"):
         raise ValueError(f"mode must be 'nearest' or 'trilinear', got {mode!r}")
+    if x.num_voxels and kernels_take(x.feats):
+        made = _devoxelise_cuda(x, points, voxel_size, mode, batch_index, origin)
+        if made is not None:
+            return made
     nothing: torch.Tensor | list[torch.Tensor]
     if isinstance(points, torch.Tensor):
         nothing = points.new_zeros((len(points), 0), dtype=torch.float32)
@@ -224,7 +243,7 @@ def devoxelise(
                 share = share * (fraction if step else 1 - fraction)
         rows.append(lookup(x, torch.stack(cell, dim=1)))
         weights.append(torch.where(rows[-1] >= 0, share, 0))
-    total = torch.stack(weights).sum(0)
+    total = functools.reduce(torch.add, weights)  # one after another, as the kernel does
     total = torch.where(total > 0, total, 1)
     feats = x.feats if x.num_voxels else x.feats.new_zeros((1, x.feats.shape[1])) + x.feats.sum(0)
     compute = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
@@ -237,6 +256,65 @@ def devoxelise(
         weight = (share / total).unsqueeze(1)
         out = out + torch.where(weight > 0, picked * weight.to(compute), 0)
     return out.to(x.dtype)
+
+
+@torch.compiler.disable
+def _devoxelise_cuda(
+    x: Voxels,
+    points: torch.Tensor | Sequence[torch.Tensor],
+    voxel_size: float | Sequence[float],
+    mode: str,
+    batch_index: torch.Tensor | None,
+    origin: Sequence[float],
+) -> torch.Tensor | None:
+    """`devoxelise` by kernels, with one host synchronisation. None for arguments that they do not take, those
+    that are wrong among them: the other way says what is wrong."""
+    from voxmma import _C
+
+    parts = [points] if isinstance(points, torch.Tensor) else list(points)
+    for part in parts:
+        if (
+            not isinstance(part, torch.Tensor)
+            or part.device != x.device
+            or part.dtype not in FEATURE_DTYPES
+            or part.dtype != parts[0].dtype
+            or part.dim() != 2
+            or part.shape[1] != 3
+        ):
+            return None
+    batch = batch_index
+    if not isinstance(points, torch.Tensor):
+        if batch_index is not None or not 1 <= len(parts) <= x.batch_size:
+            return None
+        if len(parts) > 1:
+            batch = torch.cat(
+                [part.new_full((len(part),), i, dtype=torch.int32) for i, part in enumerate(parts)]
+            )
+    elif batch is not None and (
+        not isinstance(batch, torch.Tensor)
+        or batch.dtype not in (torch.int32, torch.int64)
+        or batch.shape != points.shape[:1]
+        or batch.device != x.device
+    ):
+        return None
+    nowhere = torch.empty((0, 3), device="cpu")
+    grid_positions(nowhere, voxel_size, origin, x.stride)  # says what is wrong with the grid
+    size = (voxel_size,) * 3 if isinstance(voxel_size, (int, float)) else tuple(voxel_size)
+    order, bricks = x.coord_set.hash_index()
+    rows, weights, valid = _C.locate_points(
+        parts[0] if len(parts) == 1 else torch.cat(parts),
+        batch,
+        x.batch_size,
+        [float(v) for v in origin],
+        [float(edge * step) for edge, step in zip(size, x.stride, strict=True)],
+        mode == "trilinear",
+        order,
+        bricks,
+        x.dtype == torch.float64,
+    )
+    if not valid:
+        return None
+    return Interpolate.apply(x.feats, rows, weights)
 
 
 def _gather(feats: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -240,7 +240,14 @@ class CoordSet:
         return self._index.hashed
 
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
-        """Rows (M,) int64 of (M, 4) packable coordinates on the same device, -1 where the set has none."""
+        """Rows (M,) int64 of (M, 4) coordinates on the same device, -1 where the set has none.
+
+        They must be packable unless `kernels_take` them. Never waits for the GPU.
+        """
+        if self.num and kernels_take(coords):
+            from voxmma import _C
+
+            return _C.lookup_rows(coords, *self.hash_index())
         return find_keys(pack(coords), *self.sorted_keys())
 
     # ---- facts ---------------------------------------------------------------------------------------------
@@ -323,6 +330,11 @@ def _restore(
     made = CoordSet.trusted(coords, batch_size, bounds)
     made.finer = Finer(fine, geometry)
     return made
+
+
+def kernels_take(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one for kernels: on a GPU, and with memory, as under torch.func none is."""
+    return tensor.is_cuda and not torch._C._are_functorch_transforms_active()
 
 
 def find_keys(keys: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

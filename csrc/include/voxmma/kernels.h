@@ -364,4 +364,63 @@ struct MergeArgs {
 };
 cudaError_t merge_runs(const MergeArgs&, cudaStream_t);
 
+// ---- points -------------------------------------------------------------------------------------------------------
+// A coordinate set of at least one row: row of each rank in Morton order and the hash table of bricks.
+struct SetView {
+  const int* order;
+  const Brick* bricks;
+  int64_t capacity;
+};
+
+// Row of each of the n coordinates (batch, x, y, z), -1 where the set has none.
+cudaError_t lookup_rows(const SetView&, const void* query, bool is_int64, int64_t n, int64_t* rows, cudaStream_t);
+
+// Voxels around points (voxmma/coordops.py, devoxelise): the one whose cell holds the point, or the eight whose centres
+// surround it and their weights, corner (x, y, z) at 4x + 2y + z.
+struct LocateArgs {
+  SetView set;
+  const void* points;  // (n, 3) contiguous
+  DType dtype;
+  int64_t n;
+  const void* batch;  // [n] sample of each point, or null: 0
+  bool batch_is_int64;
+  int64_t batch_size;
+  double shift[3], edge[3];  // position of cell (0, 0, 0) and lengths of a cell
+  bool trilinear;
+  int* rows;      // (n, corners); -1: absent, or without weight
+  void* weights;  // (n, corners) fp32 or fp64, 0 where rows is -1
+  DType weight_dtype;
+  int64_t* invalid;  // not 0: a point is not finite, or a sample not in 0 .. batch_size - 1
+};
+cudaError_t locate_points(const LocateArgs&, cudaStream_t);
+
+// y[i] = sum over the corners of weights[i, corner] * x[rows[i, corner]], serially, products and sums rounded on their
+// own: in fp64 for fp64, else in fp32 and rounded once.
+struct GatherArgs {
+  const void* x;  // (any, channels), `ldx` elements from row to row
+  int64_t ldx;
+  DType dtype;
+  int64_t channels, n;
+  int corners;          // 1 or 8
+  const int* rows;      // (n, corners), -1 = none
+  const void* weights;  // (n, corners) fp64 for fp64, else fp32
+  void* y;              // (n, channels) contiguous
+};
+cudaError_t gather_weighted(const GatherArgs&, cudaStream_t);
+
+// The transpose: dx[j] = sum over the entries e of j of weights[e] * dy[e / corners]. The entries of j are
+// entries[starts[j]] .. entries[starts[j + 1] - 1]; the order of the additions depends on their number and the channels.
+struct ScatterArgs {
+  const void* dy;  // (n, channels), `ldy` elements from row to row; how they are aligned changes the order, too
+  int64_t ldy;
+  DType dtype;
+  int64_t channels, n_out;
+  int corners;
+  const int64_t* entries;
+  const int64_t* starts;  // [n_out + 1]
+  const void* weights;
+  void* dx;  // (n_out, channels) contiguous
+};
+cudaError_t scatter_weighted(const ScatterArgs&, cudaStream_t);
+
 }  // namespace voxmma

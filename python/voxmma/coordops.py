@@ -31,7 +31,7 @@ from voxmma.coords import (
 )
 from voxmma.interpolate import Interpolate
 from voxmma.kernel_map import MAX_STRIDE, _coord_set, _triple
-from voxmma.voxels import FEATURE_DTYPES, Voxels, grid_positions, join_samples, quantize
+from voxmma.voxels import FEATURE_DTYPES, Voxels, grid_of, grid_positions, join_samples, quantize
 
 Triple = tuple[int, int, int]
 
@@ -297,16 +297,14 @@ def _devoxelise_cuda(
         or batch.device != x.device
     ):
         return None
-    nowhere = torch.empty((0, 3), device="cpu")
-    grid_positions(nowhere, voxel_size, origin, x.stride)  # says what is wrong with the grid
-    size = (voxel_size,) * 3 if isinstance(voxel_size, (int, float)) else tuple(voxel_size)
+    shift, edge = grid_of(voxel_size, origin, x.stride)
     order, bricks = x.coord_set.hash_index()
     rows, weights, valid = _C.locate_points(
         parts[0] if len(parts) == 1 else torch.cat(parts),
         batch,
         x.batch_size,
-        [float(v) for v in origin],
-        [float(edge * step) for edge, step in zip(size, x.stride, strict=True)],
+        shift,
+        edge,
         mode == "trilinear",
         order,
         bricks,

@@ -3,8 +3,8 @@
 Row order, on CPU and GPU alike: a new coordinate set (`downsample`, `union`, `intersection`, `unique`,
 `sparse_quantize`, `from_dense`) is sorted by (batch, x, y, z); `prune`, `crop`, `batch` and `unbatch` keep
 the order of the rows they keep. Everything takes N = 0 and empty samples, and all that returns features is
-differentiable with respect to them. On a GPU each operation reads back to the host once; `sparse_quantize` and
-merging repeated coordinates twice: what their values are checked by, and sizes.
+differentiable with respect to them. On a GPU each operation reads back to the host once; `sparse_quantize`
+and merging repeated coordinates twice: what their values are checked by, and sizes.
 """
 
 from __future__ import annotations

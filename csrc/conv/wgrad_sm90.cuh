@@ -326,16 +326,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           int at = __ffs(steps) - 1;  // in units of 16 rows
           while (steps != 0) {
             const uint64_t b = advance(desc, at * (16 * C::kDyRowBytes >> 4));
+            steps &= steps - 1;
+            at = __ffs(steps) - 1;
+            const uint32_t next = steps != 0 ? index + at * 32 : leave;
+            const int idx0 = lds_u16(next), idx1 = lds_u16(next + 32);
             acc[j].fence();
             cute::warpgroup_arrive();
             wgmma<AtomT>(acc[j], a0, b);
             cute::warpgroup_commit_batch();
             wgmma<AtomT>(acc[j], a1, advance(b, 16 * C::kDyRowBytes >> 4));
             cute::warpgroup_commit_batch();
-            steps &= steps - 1;
-            at = __ffs(steps) - 1;
-            const uint32_t next = steps != 0 ? index + at * 32 : leave;
-            const int idx0 = lds_u16(next), idx1 = lds_u16(next + 32);
             cute::warpgroup_wait<1>();  // the first product is done: a0 is free
             load(a0, idx0);
             cute::warpgroup_wait<0>();

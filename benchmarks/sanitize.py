@@ -1,4 +1,4 @@
-"""Every compiled tile over 27 and 8 offsets, both directions, and pooling: what compute-sanitizer watches.
+"""What compute-sanitizer watches: every compiled tile over 27 and 8 offsets, both ways, pooling and points.
 
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --channels 8,32,64,128
@@ -17,6 +17,7 @@ import sys
 import torch
 
 from voxmma import _C, accuracy
+from voxmma.coordops import devoxelise
 from voxmma.coords import CoordSet
 from voxmma.kernel_map import kernel_map
 from voxmma.nn import functional as F
@@ -65,7 +66,10 @@ def check(tile: dict[str, object], coords: torch.Tensor, c: int, size: int) -> f
 
 
 def check_pooling(kind: str, coords: torch.Tensor, c: int) -> float:
-    """Largest rel-L2 of pooling and merging, forward and backward, from what the CPU gives: there is none."""
+    """Largest rel-L2 of pooling, merging and devoxelising from what the CPU gives: there is none.
+
+    Gradients too, but for devoxelising and global sums, which add in another order on each device.
+    """
     g = torch.Generator().manual_seed(c)
     feats = torch.randn(len(coords), c, generator=g).to(DTYPES[kind])
     seen = []
@@ -79,8 +83,11 @@ def check_pooling(kind: str, coords: torch.Tensor, c: int) -> float:
         made += [Voxels.from_points(points, f, 3.0, reduce).feats for reduce in ("sum", "mean", "first")]
         made += [F.global_sum_pool(x), F.global_max_pool(x)]
         grads = [torch.autograd.grad(y.sum(), f, retain_graph=True)[0] for y in made]
-        del made[-2]  # a sum of another order on each device
-        seen.append([t.detach().cpu() for t in (*made, *grads)])
+        del made[-2]
+        placed = [devoxelise(x, points + 0.3, 1.0, mode) for mode in ("nearest", "trilinear")]
+        for y in placed:
+            torch.autograd.grad(y.sum(), f, retain_graph=True)
+        seen.append([t.detach().cpu() for t in (*made, *placed, *grads)])
     pairs = zip(*((t.double() for t in side) for side in seen), strict=True)
     return max(float((a - b).norm() / a.norm()) for a, b in pairs)
 
@@ -90,7 +97,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--channels", default="8,16,32,64,96,128")
-    parser.add_argument("--tiles", default="", help="parts of names, with commas; 'pool': pooling")
+    parser.add_argument("--tiles", default="", help="parts of names, with commas; 'pool': pooling and points")
     parser.add_argument("--scenes", default="ball,box,points")
     args = parser.parse_args()
     parts = args.tiles.split(",")

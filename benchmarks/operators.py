@@ -276,8 +276,13 @@ def coordinate_moves(known: CoordSet, dtype: torch.dtype) -> Iterator[Move]:
     """Sets from sets, rows from rows."""
     n, device = known.num, known.device
     other = CoordSet(known.coords + torch.tensor([0, 1, 0, 0], dtype=torch.int32, device=device))
+
+    def downsample() -> CoordSet:
+        known.derived.clear()
+        return coordops.downsample(known, 2)
+
     for what, made, read in (
-        ("downsample, 2", lambda: coordops.downsample(known, 2), n),
+        ("downsample, 2", downsample, n),
         ("union with itself moved by a voxel", lambda: coordops.union(known, other), 2 * n),
         ("intersection with itself moved by a voxel", lambda: coordops.intersection(known, other), 2 * n),
     ):

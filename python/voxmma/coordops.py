@@ -29,8 +29,9 @@ from voxmma.coords import (
     pack,
     unpack,
 )
+from voxmma.derive import DEFAULT_MAX_VOXELS, windows
 from voxmma.interpolate import Interpolate
-from voxmma.kernel_map import MAX_STRIDE, _coord_set, _triple
+from voxmma.kernel_map import MAX_KERNEL, MAX_STRIDE, Geometry, _coord_set, _triple
 from voxmma.voxels import FEATURE_DTYPES, Voxels, grid_of, grid_positions, join_samples, quantize
 
 Triple = tuple[int, int, int]
@@ -42,11 +43,14 @@ def downsample(coords: CoordSet | Voxels, stride: int | Sequence[int]) -> CoordS
     """The cells of a grid coarser by `stride` (one int or three, 1 to 4096) that hold a voxel.
 
     Coordinates are divided and rounded down, negative ones too: -1 at stride 2 lies in cell -1. Sorted by
-    (batch, x, y, z). TypeError or ValueError names the argument.
+    (batch, x, y, z). Up to stride 9 it is made once, and shared with layers of that kernel size and stride.
+    TypeError or ValueError names the argument.
     """
     source = _coord_set(coords, "coords")
-    step = (1, *_triple(stride, "stride", 1, MAX_STRIDE))
-    columns = zip(source.coords.unbind(1), step, strict=True)
+    step = _triple(stride, "stride", 1, MAX_STRIDE)
+    if max(step) <= MAX_KERNEL and source.num <= DEFAULT_MAX_VOXELS:  # a layer without overlap makes this set
+        return windows(source, Geometry(step, step, (1, 1, 1), (0, 0, 0)))
+    columns = zip(source.coords.unbind(1), (1, *step), strict=True)
     coarse = torch.stack([column.div(size, rounding_mode="floor") for column, size in columns], dim=1)
     return _from_keys(pack(coarse), source.batch_size)
 

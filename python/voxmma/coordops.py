@@ -32,7 +32,8 @@ from voxmma.coords import (
 from voxmma.derive import DEFAULT_MAX_VOXELS, windows
 from voxmma.interpolate import Interpolate
 from voxmma.kernel_map import MAX_KERNEL, MAX_STRIDE, Geometry, _coord_set, _triple
-from voxmma.voxels import FEATURE_DTYPES, Voxels, grid_of, grid_positions, join_samples, quantize
+from voxmma.points import FEATURE_DTYPES, grid_of, grid_positions, join_samples, quantize
+from voxmma.voxels import Voxels
 
 Triple = tuple[int, int, int]
 
@@ -180,8 +181,8 @@ def sparse_quantize(
     Arguments, cells (half-open, by floor, in fp64 whatever the dtype of the points), order and errors are
     those of `Voxels.from_points`; of a sequence of tensors, the rows are those of its concatenation.
     """
-    voxels, rows = quantize(points, feats, voxel_size, reduce, batch_index, batch_size, origin)
-    return voxels, rows()
+    coord_set, merged, rows = quantize(points, feats, voxel_size, reduce, batch_index, batch_size, origin)
+    return Voxels._make(coord_set, merged, (1, 1, 1)), rows()
 
 
 def devoxelise(

@@ -29,7 +29,8 @@ from voxmma import segments
 from voxmma.coords import CoordSet, Finer
 from voxmma.derive import children, windows
 from voxmma.kernel_map import Direction, Geometry, KernelMap, MapCore, core_between
-from voxmma.voxels import Triple, Voxels
+from voxmma.points import Triple
+from voxmma.voxels import Voxels
 
 __all__ = ["Layout", "MappedVoxels", "dynamic_shapes", "export_program", "with_maps"]
 

@@ -22,8 +22,9 @@ from voxmma.nn.functional.sparse_conv import (
     resolve_map,
     stride_triple,
 )
+from voxmma.points import FEATURE_DTYPES
 from voxmma.segments import sample_argmax, sample_mean, sample_sum
-from voxmma.voxels import FEATURE_DTYPES, Voxels
+from voxmma.voxels import Voxels
 
 # ---- windows -----------------------------------------------------------------------------------------------
 

@@ -290,8 +290,8 @@ def operators_table(results: list[Result]) -> str:
             tables = [
                 _markdown(["what is made", "median ms", "least ms", "waits for the GPU"], made),
                 _markdown(header, pools),
+                _moves_table(part["moves"]),
             ]
-            tables.insert(2, _moves_table(part["moves"]))
             failed = [f"* {why}: {', '.join(labels)}" for why, labels in reasons.items()]
             tables += ["spconv failed:", "\n".join(failed)] if failed else []
             blocks.append("\n\n".join([caption, *tables]))

@@ -51,9 +51,9 @@ def parse_channels(text: str) -> list[tuple[int, int]]:
 
 def parse_kernels(text: str) -> list[tuple[int, int]]:
     """'3' and '2s2', with commas, as (kernel size, stride). ValueError for anything else."""
-    if not re.fullmatch(r"[1-9](s[1-9]\d{0,3})?(,[1-9](s[1-9]\d{0,3})?)*", text):
+    if "t" in text:
         raise ValueError(f"expected such as 3 or 3,2s2,5, got {text!r}")
-    return [(int(word[0]), int(word.partition("s")[2] or 1)) for word in text.split(",")]
+    return [(size, stride) for size, stride, _ in parse_layers(text)]
 
 
 def parse_layers(text: str) -> list[tuple[int, int, bool]]:

@@ -19,9 +19,7 @@ from torch.utils.data._utils.collate import collate as _torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from voxmma.coords import (
-    BATCH_MAX,
     COORD_MAX,
-    COORD_MIN,
     CoordSet,
     check_columns,
     find_keys,
@@ -32,7 +30,7 @@ from voxmma.coords import (
 from voxmma.derive import DEFAULT_MAX_VOXELS, windows
 from voxmma.interpolate import Interpolate
 from voxmma.kernel_map import MAX_KERNEL, MAX_STRIDE, Geometry, _coord_set, _triple
-from voxmma.points import FEATURE_DTYPES, grid_of, grid_positions, join_samples, quantize
+from voxmma.points import FEATURE_DTYPES, check_batch, grid_of, grid_positions, join_samples, quantize
 from voxmma.voxels import Voxels
 
 Triple = tuple[int, int, int]
@@ -92,12 +90,7 @@ def lookup(coords: CoordSet | Voxels, query: torch.Tensor) -> torch.Tensor:
         raise type(error)(str(error).replace("coords", "query", 1)) from None
     if query.device != source.device:
         raise ValueError(f"query is on {query.device}, coords is on {source.device}")
-    if source.num and kernels_take(query):
-        return source.lookup(query)
-    space, batch = query[:, 1:], query[:, 0]
-    valid = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)
-    rows = source.lookup(torch.where(valid.unsqueeze(1), query, 0))
-    return torch.where(valid, rows, -1)
+    return source.lookup(query)
 
 
 def _alike(coords: Sequence[CoordSet | Voxels]) -> list[CoordSet]:
@@ -216,18 +209,20 @@ def devoxelise(
     """
     if mode not in ("nearest", "trilinear"):
         raise ValueError(f"mode must be 'nearest' or 'trilinear', got {mode!r}")
-    if x.num_voxels and kernels_take(x.feats):
-        made = _devoxelise_cuda(x, points, voxel_size, mode, batch_index, origin)
-        if made is not None:
-            return made
     nothing: torch.Tensor | list[torch.Tensor]
-    if isinstance(points, torch.Tensor):
+    if one := isinstance(points, torch.Tensor):
         nothing = points.new_zeros((len(points), 0), dtype=torch.float32)
     else:
         nothing = [p.new_zeros((len(p), 0), dtype=torch.float32) for p in points]
-    points, _, batch, _ = join_samples(points, nothing, batch_index, x.batch_size)
+    points, _, batch, _ = join_samples(points, nothing, batch_index, x.batch_size, check=False)
     if points.device != x.device:
         raise ValueError(f"points is on {points.device}, x is on {x.device}")
+    if x.num_voxels and points.dtype in FEATURE_DTYPES and kernels_take(x.feats):
+        located = _locate(x, points, batch, grid_of(voxel_size, origin, x.stride), mode == "trilinear")
+        if located is not None:  # else the lines below find out what is wrong
+            return Interpolate.apply(x.feats, *located)
+    if one:
+        check_batch(batch, x.batch_size)
     position = grid_positions(points, voxel_size, origin, x.stride)
     finite = position.isfinite().all(1)
     if not bool(finite.all()):
@@ -264,60 +259,22 @@ def devoxelise(
 
 
 @torch.compiler.disable
-def _devoxelise_cuda(
+def _locate(
     x: Voxels,
-    points: torch.Tensor | Sequence[torch.Tensor],
-    voxel_size: float | Sequence[float],
-    mode: str,
-    batch_index: torch.Tensor | None,
-    origin: Sequence[float],
-) -> torch.Tensor | None:
-    """`devoxelise` by kernels, with one host synchronisation. None for arguments that they do not take, those
-    that are wrong among them: the other way says what is wrong."""
+    points: torch.Tensor,
+    batch: torch.Tensor,
+    grid: tuple[Sequence[float], Sequence[float]],
+    trilinear: bool,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Rows of x around each point and their weights, with one read-back; None where a point is not finite or
+    of a sample that is not there."""
     from voxmma import _C
 
-    parts = [points] if isinstance(points, torch.Tensor) else list(points)
-    for part in parts:
-        if (
-            not isinstance(part, torch.Tensor)
-            or part.device != x.device
-            or part.dtype not in FEATURE_DTYPES
-            or part.dtype != parts[0].dtype
-            or part.dim() != 2
-            or part.shape[1] != 3
-        ):
-            return None
-    batch = batch_index
-    if not isinstance(points, torch.Tensor):
-        if batch_index is not None or not 1 <= len(parts) <= x.batch_size:
-            return None
-        if len(parts) > 1:
-            batch = torch.cat(
-                [part.new_full((len(part),), i, dtype=torch.int32) for i, part in enumerate(parts)]
-            )
-    elif batch is not None and (
-        not isinstance(batch, torch.Tensor)
-        or batch.dtype not in (torch.int32, torch.int64)
-        or batch.shape != points.shape[:1]
-        or batch.device != x.device
-    ):
-        return None
-    shift, edge = grid_of(voxel_size, origin, x.stride)
-    order, bricks = x.coord_set.hash_index()
+    wide = x.dtype == torch.float64
     rows, weights, valid = _C.locate_points(
-        parts[0] if len(parts) == 1 else torch.cat(parts),
-        batch,
-        x.batch_size,
-        shift,
-        edge,
-        mode == "trilinear",
-        order,
-        bricks,
-        x.dtype == torch.float64,
+        points, batch, x.batch_size, *grid, trilinear, *x.coord_set.hash_index(), wide
     )
-    if not valid:
-        return None
-    return Interpolate.apply(x.feats, rows, weights)
+    return (rows, weights) if valid else None
 
 
 def _gather(feats: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

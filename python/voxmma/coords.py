@@ -240,15 +240,18 @@ class CoordSet:
         return self._index.hashed
 
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
-        """Rows (M,) int64 of (M, 4) coordinates on the same device, -1 where the set has none.
+        """Rows (M,) int64 of any (M, 4) integers on the same device, -1 where the set has none.
 
-        They must be packable unless `kernels_take` them. Never waits for the GPU.
+        Never waits for the GPU.
         """
         if self.num and kernels_take(coords):
             from voxmma import _C
 
             return _C.lookup_rows(coords, *self.hash_index())
-        return find_keys(pack(coords), *self.sorted_keys())
+        space, batch = coords[:, 1:], coords[:, 0]
+        packable = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)
+        keys = pack(torch.where(packable.unsqueeze(1), coords, 0))
+        return torch.where(packable, find_keys(keys, *self.sorted_keys()), -1)
 
     # ---- facts ---------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from voxmma.coords import (
     explain_unpackable,
     find_keys,
     first_unpackable,
+    kernels_take,
     narrow,
     pack,
     resolve_batch_size,
@@ -43,7 +44,7 @@ def merge(
     `coords` and `feats` have been checked but for values; errors are those of Voxels.
     """
     check_batch_size(batch_size)
-    runs = _group(narrow(coords)) if coords.is_cuda else None
+    runs = _group(narrow(coords)) if kernels_take(feats) else None
     bad = first_unpackable(coords) if runs is None else runs.bad
     if bad >= 0:
         raise ValueError(explain_unpackable(bad, coords[bad].tolist()))
@@ -70,7 +71,7 @@ def quantize(
     check_batch_size(batch_size)
     one = isinstance(points, torch.Tensor)
     points, feats, batch, samples = join_samples(points, feats, batch_index, batch_size, check=False)
-    if points.is_cuda and points.dtype in FEATURE_DTYPES and len(points) <= _INT32_MAX:
+    if points.dtype in FEATURE_DTYPES and len(points) <= _INT32_MAX and kernels_take(feats):
         runs = _group(_cells_cuda(points, batch, voxel_size, origin))
         if runs.bad < 0:  # else the lines below find out what is wrong
             if one:
@@ -78,7 +79,7 @@ def quantize(
             coord_set, merged = _merge_runs(runs, feats, samples, reduce)
             return coord_set, merged, lambda: runs.run_of
     if one:
-        samples = _check_batch(batch, batch_size)
+        samples = check_batch(batch, batch_size)
     cell = torch.floor(grid_positions(points, voxel_size, origin))
     inside = ((cell >= COORD_MIN) & (cell <= COORD_MAX)).all(1)  # False for nan and inf too
     if not bool(inside.all()):
@@ -150,7 +151,7 @@ def join_samples(
                 f"on {batch_index.device}"
             )
         batch = batch_index.long()
-        return points, feats, batch, _check_batch(batch, batch_size) if check else -1
+        return points, feats, batch, check_batch(batch, batch_size) if check else -1
     if batch_index is not None:
         raise ValueError(
             "batch_index goes with one points tensor, not with a sequence: the position is the sample"
@@ -185,7 +186,7 @@ def join_samples(
     return together, torch.cat(list(feats)), batch, samples
 
 
-def _check_batch(batch: torch.Tensor, batch_size: int | None) -> int:
+def check_batch(batch: torch.Tensor, batch_size: int | None) -> int:
     """The batch size, once all of `batch` (N,) int64 are samples of it."""
     smallest, largest = torch.stack(batch.aminmax()).tolist() if len(batch) else (0, -1)
     if smallest < 0 or largest > BATCH_MAX:

@@ -4,10 +4,10 @@
 // feeds three rings:
 //   pass ring    local indices [k_count][256], fragment masks and a header          bulk copies, warp 0
 //   row ring     the pass's unique input rows, one chunk of CK channels             cp.async, warps 1-3
-//   weight ring  BN x CK block of one offset and chunk, in the wgmma image          bulk copies, warp 0
+//   weight ring  BN x CK blocks of kPair offsets and one chunk, in the wgmma image  bulk copies, warp 0
 // and four consumer warpgroups of 64 tile rows each hold a 64 x BN accumulator in registers over all offsets, chunks
-// and passes of the item. An offset that no row of a warpgroup uses is skipped by that warpgroup; one that no row of
-// the tile uses is not even loaded. A reads cost nothing extra: ldmatrix takes one address a row.
+// and passes of the item. A stage of offsets that no row of a warpgroup uses is skipped by that warpgroup; an offset
+// that no row of the tile uses is not even loaded. A reads cost nothing extra: ldmatrix takes one address a row.
 //
 // Registers: 640 threads x 96 at launch = producers 128 x 32 + consumers 512 x 112.
 #pragma once
@@ -31,8 +31,7 @@ struct FpropConfig {
   static constexpr int kRowSlots = 2;
   static constexpr int kPassSlots = 2;
   static constexpr int kRowSlotBytes = (kUniqueMax + 1) * kRowBytes;  // + the zero row
-  static constexpr int kPair =
-      CK == 32 ? 2 : 1;  // offsets of a stage: a step of 32 channels is over before it is set up
+  static constexpr int kPair = CK == 32 ? 2 : 1;  // offsets of a stage; 32 channels of one are over too soon
   static constexpr int kBlockBytes = BN * CK * 2;  // weights of one offset
   static constexpr int kWeightBytes = kPair * kBlockBytes;
   static constexpr int kStages = kWeightBytes >= 16384 ? 4 : kWeightBytes <= 4096 ? 16 : 8;  // a power of two

@@ -7,20 +7,22 @@
     python benchmarks/collect.py gate.json                      # of voxmma tiles --gate --json
     python benchmarks/collect.py unet.json policies.json        # of examples/train_unet.py, policy_table.py
     python benchmarks/collect.py --sanitizer memcheck=memory.log racecheck=races.log --card "NVIDIA H100"
+    python benchmarks/collect.py --ncu surface_512=raw.csv --card "NVIDIA H100"
 
 `voxmma demo`, `voxmma bench peers` and `scaling`, benchmarks/operators.py, and foreign peer benchmarks
 (`info` and `results`, one file a scene, all libraries in one run) go into <card>.json; rows of `bench peers`
 are added to those of the same commit and scene. A sweep goes into sweep-<card>.json (one of the same commit
 and scene is added to), the gate's verdicts into gate-<card>.json, training runs into training-<card>.json,
-the policies' casts, errors and times into policies-<card>.json, and what compute-sanitizer printed around
-benchmarks/sanitize.py into sanitizer-<card>.json (sections "Proving a kernel" and "Figures" of
-CONTRIBUTING.md).
+the policies' casts, errors and times into policies-<card>.json, what compute-sanitizer printed around
+benchmarks/sanitize.py into sanitizer-<card>.json, and a table of ncu (`--page raw --csv`) of one launch a
+kernel into ncu-<card>.json (sections "Proving a kernel" and "Figures" of CONTRIBUTING.md).
 benchmarks/readme_tables.py makes the tables of README and docs from the result files.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
 import json
 import re
@@ -255,6 +257,55 @@ def collect_sanitizer(logs: Iterable[str], folder: Path, card: str, origin: Resu
     return path
 
 
+# ---- ncu ---------------------------------------------------------------------------------------------------
+
+#: What is kept of a launch, by the names of ncu.
+_NCU = {
+    "ms": "gpu__time_duration.sum",
+    "tensor_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "shared_percent": "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
+}
+_NCU_MS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3}
+
+
+def ncu_rows(text: str) -> list[Result]:
+    """Launches of a table of ncu: kernel (without its arguments) and the figures of `_NCU`.
+
+    Raises:
+        ValueError: no such table, a metric is not in it, or a kernel comes twice.
+    """
+    header, units, *launches = [*csv.reader(text.splitlines()), [], []]
+    missing = [name for name in ("Kernel Name", *_NCU.values()) if name not in header]
+    if missing:
+        raise ValueError(f"no column {missing[0]}: expected the output of ncu --page raw --csv")
+    rows: list[Result] = []
+    for launch in filter(None, launches):
+        found = dict(zip(header, launch, strict=True))
+        kernel = re.sub(r"^void |\([^()]*\)$", "", found["Kernel Name"])
+        row = {name: float(found[metric].replace(",", "")) for name, metric in _NCU.items()}
+        row["ms"] *= _NCU_MS[units[header.index(_NCU["ms"])]]
+        rows.append({"kernel": kernel, **{name: _short(value) for name, value in row.items()}})
+    names = [row["kernel"] for row in rows]
+    if not rows or len(set(names)) < len(names):
+        raise ValueError("one launch a kernel is expected")
+    return rows
+
+
+def collect_ncu(given: str, folder: Path, card: str, origin: Result) -> Path:
+    """Writes SCENE=FILE.csv to ncu-<card>.json."""
+    scene, _, name = given.partition("=")
+    if not name:
+        raise SystemExit(f"--ncu: expected such as surface_512=raw.csv, got {given!r}")
+    try:
+        kernels = ncu_rows(Path(name).read_text())
+    except ValueError as error:
+        raise SystemExit(f"{name}: {error}") from None
+    path = folder / f"ncu-{slug(card)}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(_dump({"card": card, "ncu": {"scene": scene, **origin, "kernels": kernels}}))
+    return path
+
+
 # ---- all ---------------------------------------------------------------------------------------------------
 
 
@@ -358,6 +409,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--sanitizer", nargs="+", metavar="TOOL=LOG", default=[], help="needs --card")
+    parser.add_argument("--ncu", metavar="SCENE=FILE.csv", help="needs --card")
     parser.add_argument("--driver", help="version of the GPU driver")
     parser.add_argument("--card", help="name of the device; default: what the file says")
     parser.add_argument("--commit", help="default: HEAD")
@@ -365,16 +417,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--date", default=today)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     given = parser.parse_args(arguments)
-    if not given.files and not given.sanitizer:
+    if not given.files and not given.sanitizer and not given.ncu:
         parser.error("no file")
-    if given.sanitizer and not given.card:
-        parser.error("--sanitizer needs --card")
+    if (given.sanitizer or given.ncu) and not given.card:
+        parser.error("--sanitizer and --ncu need --card")
     commit = given.commit or _commit()
     for path in collect(given.files, given.results, given.driver, commit, given.date, given.card):
         print(path)
+    origin = {"commit": commit, "date": given.date, "driver": given.driver}
     if given.sanitizer:
-        origin = {"commit": commit, "date": given.date, "driver": given.driver}
         print(collect_sanitizer(given.sanitizer, given.results, given.card, origin))
+    if given.ncu:
+        print(collect_ncu(given.ncu, given.results, given.card, origin))
     return 0
 
 

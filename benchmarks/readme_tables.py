@@ -518,6 +518,25 @@ def sanitizer_table(results: list[Result]) -> str:
     return _markdown(header, rows) if rows else "No run has been recorded yet."
 
 
+def ncu_table(results: list[Result]) -> str:
+    """How busy ncu saw kernels keep the units that bound them."""
+    blocks = []
+    for result in results:
+        if (found := result.get("ncu")) is None:
+            continue
+        rows = [
+            [f"`{row['kernel']}`", _number(row["ms"], ".3f")]
+            + [f"{row[f'{unit}_percent']:.0f}%" for unit in ("tensor", "shared")]
+            for row in found["kernels"]
+        ]
+        header = ["kernel", "ms at ncu's clock", "tensor cores busy", "shared memory busy"]
+        driver = f"driver {found['driver']}, " if found["driver"] else ""
+        origin = f"{driver}commit {found['commit']}, {found['date']}"
+        caption = f"**{found['scene']}** on {result['card']}; {origin}."
+        blocks.append(f"{caption}\n\n{_markdown(header, rows)}")
+    return "\n\n".join(blocks) or "No run of ncu has been recorded yet."
+
+
 def gate_table(results: list[Result]) -> str:
     """The gate's verdicts with their figures."""
     blocks = []
@@ -795,6 +814,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "policies": policies_table,
     "published": published_table,
     "sanitizer": sanitizer_table,
+    "ncu": ncu_table,
     "scaling": scaling_table,
     "speed": speed_table,
     "speed_plots": speed_plots_block,

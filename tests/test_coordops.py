@@ -55,6 +55,11 @@ def test_downsample_divides_and_rounds_down(device: torch.device, rows: list[Row
     assert coarse.coords.dtype == torch.int32 and coarse.device == device
 
 
+def test_downsample_and_a_layer_of_that_stride_share_their_set(device: torch.device) -> None:
+    fine = voxels_of([(0, 1, 2, 3), (1, -1, 0, 5)], device)
+    assert coordops.downsample(fine, 3) is voxmma.kernel_map(fine, 3, stride=3, padding=0).out_coords
+
+
 @RELAXED
 @given(a=ROWS, b=ROWS, c=ROWS)
 def test_union_and_intersection(device: torch.device, a: list[Row], b: list[Row], c: list[Row]) -> None:

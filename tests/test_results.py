@@ -175,6 +175,44 @@ def test_a_log_that_proves_nothing_is_refused(text: str, tmp_path: Path) -> None
         collect.main(["--sanitizer", "nonsense=x", "--card", "Y", *ORIGIN])
 
 
+NCU = """"ID","Kernel Name","Block Size","gpu__time_duration.sum",\
+"sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",\
+"l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed"
+"","","","us","%","%"
+"0","void fprop_kernel<FpropConfig<half_t, float, 64, 64>>(ConvArgs)","(640, 1, 1)","1,216.51","50.09","74.8"
+"1","void wgrad_kernel<WgradConfig<half_t, 64, 64>>(ConvArgs, WgradGrid)","(384, 1, 1)","281.69","33.9","56"
+"""
+
+
+def test_a_table_of_ncu_becomes_one_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "raw.csv").write_text(NCU)
+    options = ["--results", str(tmp_path / "r"), "--card", "GPU Y", *ORIGIN]
+    assert collect.main(["--ncu", f"ball={tmp_path / 'raw.csv'}", *options]) == 0
+    (found,) = tables.load(tmp_path / "r")
+    text = tables.ncu_table([found])
+    assert "**ball** on GPU Y" in text
+    assert "| `fprop_kernel<FpropConfig<half_t, float, 64, 64>>` | 1.217 | 50% | 75% |" in text
+    assert "| `wgrad_kernel<WgradConfig<half_t, 64, 64>>` | 0.282 | 34% | 56% |" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (NCU.replace("gpu__time", "time"), "no column gpu__time_duration.sum"),
+        ("".join(NCU.splitlines(keepends=True)[:2]), "one launch a kernel"),
+        (
+            NCU.replace("wgrad_kernel<WgradConfig<half_t", "fprop_kernel<FpropConfig<half_t, float"),
+            "one launch",
+        ),
+        ("", "no column Kernel Name"),
+    ],
+)
+def test_other_tables_of_ncu_are_refused(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "raw.csv").write_text(text)
+    with pytest.raises(SystemExit, match=why):
+        collect.main(["--ncu", f"ball={tmp_path / 'raw.csv'}", "--card", "Y", *ORIGIN])
+
+
 def test_emulator_reports_show_agreement_and_disagreement(tmp_path: Path) -> None:
     line = {"device": "GPU Y", "instruction": "mma f16_f32", "inputs": "normal", "dots": 1000, "agree": 1000}
     lines = [

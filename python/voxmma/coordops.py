@@ -42,8 +42,8 @@ def downsample(coords: CoordSet | Voxels, stride: int | Sequence[int]) -> CoordS
     """The cells of a grid coarser by `stride` (one int or three, 1 to 4096) that hold a voxel.
 
     Coordinates are divided and rounded down, negative ones too: -1 at stride 2 lies in cell -1. Sorted by
-    (batch, x, y, z). Up to stride 9 it is made once, and shared with layers of that size and stride, unpadded.
-    TypeError or ValueError names the argument.
+    (batch, x, y, z). Up to stride 9 it is made once, and shared with unpadded layers of that kernel size and
+    stride. TypeError or ValueError names the argument.
     """
     source = _coord_set(coords, "coords")
     step = _triple(stride, "stride", 1, MAX_STRIDE)

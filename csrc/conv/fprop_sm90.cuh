@@ -31,7 +31,7 @@ struct FpropConfig {
   static constexpr int kRowSlots = 2;
   static constexpr int kPassSlots = 2;
   static constexpr int kRowSlotBytes = (kUniqueMax + 1) * kRowBytes;  // + the zero row
-  static constexpr int kPair = CK == 32 ? 2 : 1;  // offsets of a stage; 32 channels of one are over too soon
+  static constexpr int kPair = CK == 32 ? 2 : 1;   // offsets of a stage; 32 channels of one are over too soon
   static constexpr int kBlockBytes = BN * CK * 2;  // weights of one offset
   static constexpr int kWeightBytes = kPair * kBlockBytes;
   static constexpr int kStages = kWeightBytes >= 16384 ? 4 : kWeightBytes <= 4096 ? 16 : 8;  // a power of two

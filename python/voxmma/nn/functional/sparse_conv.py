@@ -38,8 +38,10 @@ def check_window(
     size: Triple, stride: Triple, dilation: Triple, padding: Triple, generative: bool = False
 ) -> None:
     """ValueError if `padding` shifts the window of a layer whose outputs are the voxels of its input."""
+    if stride != (1, 1, 1) or generative:
+        return
     usual = padding_triple(None, size, dilation)
-    if stride == (1, 1, 1) and not generative and padding != usual:
+    if padding != usual:
         raise ValueError(
             f"padding={padding} shifts the window of kernel_size={size}, dilation={dilation} at stride 1, "
             f"where the voxels of the input are kept: leave padding out or write padding={usual} "
@@ -121,10 +123,9 @@ def resolve_map(
             target = CoordSet(target, x.batch_size)
         if target is not None and not isinstance(target, CoordSet):
             raise TypeError(f"coords must be a Voxels, a CoordSet or a tensor, got {type(coords).__name__}")
-        if padding is not None:
-            padding = padding_triple(padding, kernel_size, dilation)
-            if target is None:
-                check_window(kernel_size, stride, dilation, padding, generative)
+        if padding is not None and target is None and stride == (1, 1, 1):
+            pad = padding_triple(padding, kernel_size, dilation)
+            check_window(kernel_size, stride, dilation, pad, generative)
         made = build_kernel_map(
             x.coord_set,
             kernel_size,
@@ -280,8 +281,7 @@ def sparse_conv(
     made, out_coords, out_stride = resolve_map(
         x, size, step, dil, padding, transposed, generative, coords, max_voxels, kernel_map
     )
-    parts = [part for a in arguments for part in (a if type(a) is tuple else (a,))]
-    if transposed or any(isinstance(part, torch.Tensor) for part in parts):
+    if transposed or (len(named) == 1 and _holds_tensor(arguments)):
         key = None  # a tensor may say something else next time
     if transposed and made.symmetric:
         weight = weight.flip(0)  # the opposite direction of a symmetric map is the map with mirrored offsets
@@ -305,6 +305,11 @@ def sparse_conv(
         key=key,
     )
     return Voxels._make(out_coords, y, out_stride, record)
+
+
+def _holds_tensor(arguments: tuple[Any, ...]) -> bool:
+    parts = (part for a in arguments for part in (a if type(a) is tuple else (a,)))
+    return any(isinstance(part, torch.Tensor) for part in parts)
 
 
 def _layer_name(size: Triple, kind: type, in_channels: int, out_channels: int) -> str:

@@ -149,9 +149,7 @@ def test_fault_33_numpy_arrays_are_coordinates_points_and_features() -> None:
     assert torch.equal(backwards.coords, coords.flip(0)) and torch.equal(backwards.feats, feats.flip(0))
     frozen = a.copy()
     frozen.flags.writeable = False
-    assert voxmma.CoordSet(frozen, np.int64(1)).equal(x.coord_set) or torch.equal(
-        Voxels(frozen, f).coords, coords
-    )
+    assert torch.equal(voxmma.CoordSet(frozen, np.int64(1)).coords, coords)
     assert coordops.lookup(x, a).tolist() == list(range(50))
     assert torch.equal(x.with_feats(f).feats, feats)
     assert coordops.prune(x, np.arange(50) < 7).num_voxels == 7
@@ -178,15 +176,13 @@ def test_fault_33_numpy_arrays_are_coordinates_points_and_features() -> None:
 
 def test_numpy_arrays_that_cannot_be_taken_are_named() -> None:
     f = torch.zeros(1, 4)
-    with pytest.raises(
-        TypeError, match="coords must be int32 or int64, got torch.float64; Voxels.from_points"
-    ):
+    with pytest.raises(TypeError, match=r"coords must be int32 or int64, got .*float64; Voxels"):
         Voxels(np.zeros((1, 4)), f)
-    with pytest.raises(TypeError, match="coords must be int32 or int64, got torch.int16"):
+    with pytest.raises(TypeError, match=r"coords must be int32 or int64, got .*int16"):
         Voxels(np.zeros((1, 4), np.int16), f)
     with pytest.raises(TypeError, match="coords is a numpy array that no tensor can be made of"):
         Voxels(np.full((1, 4), None), f)
-    with pytest.raises(TypeError, match="feats must be fp16, bf16, fp32 or fp64, got torch.int64"):
+    with pytest.raises(TypeError, match=r"feats must be fp16, bf16, fp32 or fp64, got .*int64"):
         Voxels(np.zeros((1, 4), np.int32), np.zeros((1, 4), np.int64))
     for size in ("0.1", None, np.array([0.1, 0.1]), True, 0.0, [0.1, 0.1, -0.1], np.array([1, 1, np.inf])):
         with pytest.raises(ValueError, match="voxel_size must be a positive number or three"):
@@ -213,7 +209,7 @@ def test_numpy_arrays_that_cannot_be_taken_are_named() -> None:
 def test_fault_34_padding_does_not_shift_the_window_of_a_submanifold_layer(
     size: Any, dilation: Any, padding: Any, usual: Any
 ) -> None:
-    """Copied from a library that ignores it there, it is refused with what to write; the usual one is taken."""
+    """Copied from a library that ignores it there: refused with what to write. The usual one is taken."""
     x = Voxels(conftest.random_coords(50, 4), torch.randn(50, 3))
     cure = rf"padding=\(.*shifts the window of kernel_size.*write padding=\({', '.join(map(str, usual))}\)"
     w = torch.randn(vnn.SparseConv3d(3, 2, size).weight.shape)

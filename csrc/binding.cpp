@@ -1513,8 +1513,9 @@ Tensor lookup_rows_cuda(const Tensor& query, const Tensor& order, const Tensor& 
 
 // Rows (N, corners) int32, weights, and whether all points are finite and of a sample that is there. Reads back once.
 LocateResult locate_points_cuda(const Tensor& points, const OptTensor& batch, int64_t batch_size,
-                                const std::array<double, 3>& shift, const std::array<double, 3>& edge, bool trilinear,
-                                const Tensor& order, const Tensor& bricks, bool wide) {
+                                const std::array<double, 3>& shift, const std::array<double, 3>& edge,
+                                const std::array<double, 3>& stride, bool trilinear, const Tensor& order,
+                                const Tensor& bricks, bool wide) {
   check_tensor("points", points, 2, points);
   TORCH_CHECK(points.size(1) == 3, "points must be (N, 3), got shape ", points.sizes());
   const int64_t n = points.size(0), corners = trilinear ? 8 : 1;
@@ -1537,6 +1538,7 @@ LocateResult locate_points_cuda(const Tensor& points, const OptTensor& batch, in
   args.batch_size = batch_size;
   std::copy(shift.begin(), shift.end(), args.shift);
   std::copy(edge.begin(), edge.end(), args.edge);
+  std::copy(stride.begin(), stride.end(), args.stride);
   args.trilinear = trilinear;
   const Tensor rows = on.empty({n, corners}, at::kInt);
   const Tensor weights = on.empty({n, corners}, wide ? at::kDouble : at::kFloat);
@@ -1705,7 +1707,8 @@ GroupResult group_cells_cuda(const Tensor&) { no_cuda(); }
 Tensor merge_runs_cuda(const Tensor&, const Tensor&, const Tensor&, int64_t, bool, bool) { no_cuda(); }
 Tensor lookup_rows_cuda(const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
 LocateResult locate_points_cuda(const Tensor&, const OptTensor&, int64_t, const std::array<double, 3>&,
-                                const std::array<double, 3>&, bool, const Tensor&, const Tensor&, bool) {
+                                const std::array<double, 3>&, const std::array<double, 3>&, bool, const Tensor&,
+                                const Tensor&, bool) {
   no_cuda();
 }
 Tensor gather_weighted_cuda(const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
@@ -1813,8 +1816,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("lookup_rows", torch::wrap_pybind_function_no_gil(voxmma::lookup_rows_cuda), py::arg("query"), py::arg("order"),
         py::arg("bricks"));
   m.def("locate_points", torch::wrap_pybind_function_no_gil(voxmma::locate_points_cuda), py::arg("points"),
-        py::arg("batch"), py::arg("batch_size"), py::arg("shift"), py::arg("edge"), py::arg("trilinear"),
-        py::arg("order"), py::arg("bricks"), py::arg("wide"));
+        py::arg("batch"), py::arg("batch_size"), py::arg("shift"), py::arg("edge"), py::arg("stride"),
+        py::arg("trilinear"), py::arg("order"), py::arg("bricks"), py::arg("wide"));
   m.def("gather_weighted", torch::wrap_pybind_function_no_gil(voxmma::gather_weighted_cuda), py::arg("x"),
         py::arg("rows"), py::arg("weights"));
   m.def("scatter_weighted", torch::wrap_pybind_function_no_gil(voxmma::scatter_weighted_cuda), py::arg("dy"),

@@ -62,6 +62,7 @@ def locate_points(
     batch_size: int,
     shift: Sequence[float],
     edge: Sequence[float],
+    stride: Sequence[float],
     trilinear: bool,
     order: Tensor,
     bricks: Tensor,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from voxmma._types import as_tensor, integer
+
 if TYPE_CHECKING:
     from voxmma.call import Repeat
     from voxmma.kernel_map import Geometry, MapCore
@@ -147,8 +149,9 @@ class CoordSet:
     """where a strided layer made this set from"""
 
     def __init__(self, coords: torch.Tensor, batch_size: int | None = None) -> None:
+        coords = as_tensor(coords, "coords")
         check_columns(coords)
-        check_batch_size(batch_size)
+        batch_size = check_batch_size(batch_size)
         with torch.inference_mode(False), torch.no_grad():
             self._start(narrow(coords), batch_size or 0)
             if coords.is_cuda:
@@ -363,14 +366,16 @@ def check_columns(coords: torch.Tensor) -> None:
         raise ValueError(f"coords must be on a CPU or a CUDA device, got {coords.device}")
 
 
-def check_batch_size(batch_size: int | None) -> None:
-    """Raises TypeError or ValueError unless `batch_size` is None or in 0..1023."""
+def check_batch_size(batch_size: int | None) -> int | None:
+    """`batch_size` as an int; TypeError or ValueError unless it is None or in 0..1023."""
     if batch_size is None:
-        return
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+        return None
+    made = integer(batch_size)
+    if made is None:
         raise TypeError(f"batch_size must be an int or None, got {type(batch_size).__name__}")
-    if not 0 <= batch_size <= BATCH_MAX + 1:
+    if not 0 <= made <= BATCH_MAX + 1:
         raise ValueError(f"batch_size must be in 0..{BATCH_MAX + 1}, got {batch_size}")
+    return made
 
 
 def resolve_batch_size(batch_size: int | None, largest: int, batch: torch.Tensor, name: str) -> int:

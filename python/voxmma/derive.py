@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from voxmma._types import positive
 from voxmma.coords import (
     COORD_MAX,
     COORD_MIN,
@@ -85,9 +86,7 @@ def check_max_voxels(max_voxels: int | None) -> int:
     """The bound that `max_voxels` means; ValueError unless it is None or a positive int."""
     if max_voxels is None:
         return DEFAULT_MAX_VOXELS
-    if isinstance(max_voxels, bool) or not isinstance(max_voxels, int) or max_voxels < 1:
-        raise ValueError(f"max_voxels must be a positive int or None, got {max_voxels!r}")
-    return max_voxels
+    return positive(max_voxels, "max_voxels")
 
 
 def _too_many(count: int, limit: int, source: int) -> ValueError:

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from voxmma._types import Triple, triple
 from voxmma.coords import COORD_MAX, COORD_MIN, CoordSet, pack_axis, pack_batch
 from voxmma.derive import children, windows
 
 if TYPE_CHECKING:
     from voxmma.voxels import Voxels
-
-Triple = tuple[int, int, int]
 
 MAX_KERNEL = 9
 MAX_STRIDE = 4096
@@ -493,9 +492,9 @@ def _geometry(
     padding: int | Sequence[int] | None,
 ) -> Geometry:
     """The arguments of `kernel_map`, checked."""
-    size = _triple(kernel_size, "kernel_size", 1, MAX_KERNEL)
-    step = _triple(stride, "stride", 1, MAX_STRIDE)
-    spread = _triple(dilation, "dilation", 1, MAX_OFFSET)
+    size = triple(kernel_size, "kernel_size", 1, MAX_KERNEL)
+    step = triple(stride, "stride", 1, MAX_STRIDE)
+    spread = triple(dilation, "dilation", 1, MAX_OFFSET)
     pad = padding_triple(padding, size, spread)
     for k, d, p in zip(size, spread, pad, strict=True):
         if (k - 1) * d - p > MAX_OFFSET:
@@ -527,7 +526,7 @@ def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
 def padding_triple(padding: int | Sequence[int] | None, size: Triple, dilation: Triple) -> Triple:
     """`padding` per axis, or its default: (size // 2) * dilation for odd sizes, 0 for even ones."""
     if padding is not None:
-        return _triple(padding, "padding", -MAX_OFFSET, MAX_OFFSET)
+        return triple(padding, "padding", -MAX_OFFSET, MAX_OFFSET)
     x, y, z = (k // 2 * d if k % 2 else 0 for k, d in zip(size, dilation, strict=True))
     return x, y, z
 
@@ -550,20 +549,6 @@ def _coord_set(value: CoordSet | Voxels, name: str) -> CoordSet:
     if not isinstance(coords, CoordSet):
         raise TypeError(f"{name} must be a CoordSet or a Voxels, got {type(value).__name__}")
     return coords
-
-
-def _triple(value: int | Sequence[int], name: str, low: int, high: int) -> Triple:
-    if type(value) is tuple and len(value) == 3:  # every call of a layer: nothing to convert
-        x, y, z = value
-        plain = type(x) is type(y) is type(z) is int
-        if plain and low <= x <= high and low <= y <= high and low <= z <= high:
-            return value
-    values = (value,) * 3 if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
-    if len(values) != 3 or any(isinstance(v, bool) or not isinstance(v, int) for v in values):
-        raise TypeError(f"{name} must be an int or three of them, got {value!r}")
-    if any(not low <= v <= high for v in values):
-        raise ValueError(f"{name} must be in {low}..{high} on every axis, got {value!r}")
-    return values[0], values[1], values[2]
 
 
 @functools.lru_cache(maxsize=256)

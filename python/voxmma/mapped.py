@@ -26,10 +26,10 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from voxmma import segments
+from voxmma._types import Triple
 from voxmma.coords import CoordSet, Finer
 from voxmma.derive import children, windows
 from voxmma.kernel_map import Direction, Geometry, KernelMap, MapCore, core_between
-from voxmma.points import Triple
 from voxmma.voxels import Voxels
 
 __all__ = ["Layout", "MappedVoxels", "dynamic_shapes", "export_program", "with_maps"]

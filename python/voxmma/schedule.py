@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from voxmma import torchflags
+from voxmma._types import integer
 from voxmma.policy import AppliedPolicy, PrecisionPolicy, activate, apply_policy, as_policy
 
 __all__ = ["PolicyScheduler", "ScheduleError", "TF32Scheduler", "lightning_callback"]
@@ -47,13 +48,14 @@ def parse_schedule(schedule: Mapping[Any, T]) -> dict[int, T]:
         text = key.strip() if isinstance(key, str) else key
         if isinstance(text, str) and text.removeprefix("-").isdecimal():
             text = int(text)
-        if isinstance(text, bool) or not isinstance(text, int):
+        start = integer(text)
+        if start is None:
             raise ScheduleError(f"schedule keys are whole numbers, not {key!r}")
-        if text < 0:
-            raise ScheduleError(f"schedule keys start at 0, not at {text}")
-        if text in parsed:
-            raise ScheduleError(f"key {text} is in the schedule twice")
-        parsed[text] = value
+        if start < 0:
+            raise ScheduleError(f"schedule keys start at 0, not at {start}")
+        if start in parsed:
+            raise ScheduleError(f"key {start} is in the schedule twice")
+        parsed[start] = value
     if 0 not in parsed:
         raise ScheduleError("the schedule needs key 0: what holds at the start of training")
     return dict(sorted(parsed.items()))

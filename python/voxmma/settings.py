@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from voxmma import _C
+from voxmma._types import integer
 
 #: What may decide the accumulator of a call, strongest first.
 LEVELS = ("module", "runtime", "environment", "inference_mode", "default")
@@ -190,9 +191,10 @@ def _set(**values: Any) -> Settings:
             except ValueError as error:
                 raise ValueError(f"{name}={value!r}: {error}") from None
         elif name == "pcoff_f16acc_small_ch_ceil":
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            channels = integer(value)
+            if channels is None or channels < 0:
                 raise ValueError(f"{name} must be a number of channels, 0 or more, got {value!r}")
-            checked[name] = value
+            checked[name] = channels
         elif name == "cache_dir":
             checked[name] = os.fspath(value)
         else:

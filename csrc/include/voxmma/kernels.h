@@ -385,7 +385,8 @@ struct LocateArgs {
   const void* batch;  // [n] sample of each point, or null: 0
   bool batch_is_int64;
   int64_t batch_size;
-  double shift[3], edge[3];  // position of cell (0, 0, 0) and lengths of a cell
+  double shift[3], edge[3];  // position of cell (0, 0, 0) and lengths of a cell at stride 1
+  double stride[3];          // tensor stride of the set
   bool trilinear;
   int* rows;      // (n, corners); -1: absent, or without weight
   void* weights;  // (n, corners) fp32 or fp64, 0 where rows is -1

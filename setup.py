@@ -363,7 +363,7 @@ def build_binding(compiler: Any, output: Path, env: Mapping[str, str]) -> None:
         if stale(target, inputs):
             command = [
                 *compiler,
-                "-std=c++17",
+                "-std=c++20",  # torch 2.14 and newer need it, 2.6 takes it
                 "-O2",
                 "-g0",
                 "-fPIC",

@@ -327,6 +327,7 @@ def build_binding(compiler: Any, output: Path, env: Mapping[str, str]) -> None:
     ]
     include = torch.folder / "include"
     includes = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
+    includes.append(ROOT / "csrc" / "include")
     if toolkit is not None:
         archs = parse_archs(env.get("TORCH_CUDA_ARCH_LIST"))
         cutlass = find_cutlass(ROOT, env) or fetch_cutlass(ROOT / "build")
@@ -337,7 +338,7 @@ def build_binding(compiler: Any, output: Path, env: Mapping[str, str]) -> None:
         kernels = build_kernels(toolkit, archs, cutlass, torch.cxx11_abi, env)
         libraries = [str(kernels), str(static_runtime(toolkit)), "-lrt", "-lpthread", "-ldl"]
         macros.append(("VOXMMA_WITH_CUDA", None))
-        includes += [ROOT / "csrc" / "include", *cuda_includes(toolkit.home)]
+        includes += cuda_includes(toolkit.home)
 
     version = toolkit.version if toolkit else ""
     tag = f"{sysconfig.get_config_var('SOABI')}-torch{torch.version}-{'cuda' + version if toolkit else 'cpu'}"

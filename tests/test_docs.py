@@ -22,7 +22,7 @@ def test_every_fault_has_a_test() -> None:
 
 def test_the_list_of_faults_names_real_tests() -> None:
     rows = re.findall(r"^\| (\d+) \|(.*)\|$", FAULTS.read_text(), re.M)
-    assert [int(number) for number, _ in rows] == list(range(1, 31))
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 30
     tests = fault_tests()
     for number, row in rows:
         named = set(re.findall(r"test_fault_\w+", row))

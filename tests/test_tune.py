@@ -24,13 +24,13 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import voxmma
-from test_tiles import full_build
 from voxmma import settings, timing, tunecache, tuner
 from voxmma.cli import app
 from voxmma.kernel_map import kernel_map
 from voxmma.tunecache import Key, Owner, Table
 
 from conftest import random_coords, surface_coords
+from tile_table import ARCHS, snapshot, stand_in
 
 tiles_module = importlib.import_module("voxmma.tiles")  # the name voxmma.tiles is the function
 
@@ -370,9 +370,7 @@ def test_forget_empties_the_file(cache: Path, card: None) -> None:
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, card: None) -> Iterator[None]:
     """A build that holds every tile, on a card of capability 9.0."""
-    made = SimpleNamespace(HAS_CUDA=True, CUDA_ARCHS=["8.0", "9.0a"], kernel_configs=full_build)
-    monkeypatch.setattr(tiles_module, "_C", made)
-    monkeypatch.setattr(settings, "_C", made)
+    stand_in(monkeypatch, snapshot(), ARCHS)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H100)
     tiles_module.compiled.cache_clear()
     tiles_module._plan_call.cache_clear()

@@ -3,7 +3,8 @@
 Environment variables (all optional):
 
 VOXMMA_CUDA            1: CUDA kernels or an error; 0: CPU only; unset: CUDA where an nvcc is found
-TORCH_CUDA_ARCH_LIST   architectures, default "8.0;9.0a"; 9.0 means 9.0a (Hopper kernels); +PTX adds PTX
+TORCH_CUDA_ARCH_LIST   architectures, default "8.0;9.0a"; 9.0 means 9.0a (Hopper kernels); 8.0+PTX
+                       and 9.0+PTX add PTX for newer cards, without Hopper kernels
 CUDA_HOME, CUDA_PATH   the CUDA toolkit; else the nvcc on PATH leads to it
 VOXMMA_CUTLASS_DIR     CUTLASS' headers (else third_party/cutlass, the nvidia-cutlass wheel, a download)
 MAX_JOBS               compiler processes at a time, default 2
@@ -59,10 +60,14 @@ def say(text: str) -> None:
 
 
 def parse_archs(text: str | None) -> list[str]:
-    """TORCH_CUDA_ARCH_LIST as a list of "major.minor[a][+PTX]"; 9.0 becomes 9.0a, older than 8.0 is an error.
+    """TORCH_CUDA_ARCH_LIST as a list of "major.minor", "major.minor+PTX", "major.minora" and "major.minorf".
+
+    9.0 becomes 9.0a, for the Hopper kernels; 9.0+PTX is 9.0a and PTX of 9.0, which newer cards can run and
+    which has none of them. Where code of each runs is said in csrc/include/voxmma/arch.h. What is older than
+    8.0 and what CUDA does not have is an error, as is PTX of 9.0a and its like: it would serve no other card.
 
     >>> parse_archs("8.0 9.0+PTX")
-    ['8.0', '9.0a+PTX']
+    ['8.0', '9.0a', '9.0+PTX']
     """
     archs: list[str] = []
     words = re.split(r"[;, ]+", text or DEFAULT_ARCHS)
@@ -79,11 +84,17 @@ def parse_archs(text: str | None) -> list[str]:
             raise BuildError(
                 f"TORCH_CUDA_ARCH_LIST={text!r}: {word!r} is older than 8.0, the oldest that is supported"
             )
+        if major < {"": 8, "a": 9, "f": 10}[feature]:
+            raise BuildError(f"TORCH_CUDA_ARCH_LIST={text!r}: CUDA has no {word!r}")
+        if feature and ptx:
+            raise BuildError(
+                f"TORCH_CUDA_ARCH_LIST={text!r}: PTX of {major}.{minor}{feature} runs only where its machine code "
+                f"does; for newer cards name {major}.{minor}+PTX"
+            )
+        wanted = [f"{major}.{minor}{feature}{ptx}"]
         if (major, minor) == (9, 0):
-            feature = "a"
-        arch = f"{major}.{minor}{feature}{ptx}"
-        if arch not in archs:
-            archs.append(arch)
+            wanted = ["9.0a", *(["9.0+PTX"] if ptx else [])]
+        archs += [arch for arch in wanted if arch not in archs]
     if not archs:
         raise BuildError(f"TORCH_CUDA_ARCH_LIST={text!r} names no architecture")
     return archs
@@ -92,14 +103,16 @@ def parse_archs(text: str | None) -> list[str]:
 def cmake_archs(archs: list[str]) -> str:
     """The list as CMAKE_CUDA_ARCHITECTURES: machine code for each, and PTX where +PTX asks for it.
 
-    >>> cmake_archs(["8.0", "9.0a+PTX"])
-    '80-real;90a-real;90a-virtual'
+    Machine code for 9.0 is that of 9.0a.
+
+    >>> cmake_archs(["8.0+PTX", "9.0a", "9.0+PTX"])
+    '80-real;80-virtual;90a-real;90-virtual'
     """
     out = []
     for arch in archs:
         number = arch.removesuffix("+PTX").replace(".", "")
-        out += [f"{number}-real"] + ([f"{number}-virtual"] if arch.endswith("+PTX") else [])
-    return ";".join(out)
+        out += [f"{number}-real"] * (arch != "9.0+PTX") + [f"{number}-virtual"] * arch.endswith("+PTX")
+    return ";".join(dict.fromkeys(out))
 
 
 def cuda_includes(home: Path) -> list[Path]:

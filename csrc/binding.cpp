@@ -42,7 +42,7 @@ namespace voxmma {
 
 // Written by setup.py into build_info.cpp, so that a changed kernel does not recompile this file.
 extern const char* const kBuildId;       // hash of the sources under csrc
-extern const char* const kCudaArchs;     // "8.0 9.0a"; a "+PTX" suffix where PTX is embedded; empty without CUDA
+extern const char* const kCudaArchs;     // "8.0 9.0a": setup.py's parse_archs; empty without CUDA
 extern const char* const kCudaVersion;   // of the nvcc that built the kernels; empty without CUDA
 extern const char* const kTorchVersion;  // torch.__version__ of the headers
 

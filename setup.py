@@ -88,8 +88,8 @@ def parse_archs(text: str | None) -> list[str]:
             raise BuildError(f"TORCH_CUDA_ARCH_LIST={text!r}: CUDA has no {word!r}")
         if feature and ptx:
             raise BuildError(
-                f"TORCH_CUDA_ARCH_LIST={text!r}: PTX of {major}.{minor}{feature} runs only where its machine code "
-                f"does; for newer cards name {major}.{minor}+PTX"
+                f"TORCH_CUDA_ARCH_LIST={text!r}: PTX of {major}.{minor}{feature} serves no newer card: "
+                f"name {major}.{minor}+PTX"
             )
         wanted = [f"{major}.{minor}{feature}{ptx}"]
         if (major, minor) == (9, 0):

@@ -280,7 +280,7 @@ def kernels() -> dict[tuple[str, str], set[str]]:
     if not Path(tool).exists():
         pytest.skip("cuobjdump is not installed here")
     done = subprocess.run(
-        [tool, "-sass", voxmma._C.__file__], capture_output=True, text=True, check=True, timeout=550
+        [tool, "-sass", voxmma._C.__file__], capture_output=True, text=True, check=True, timeout=600
     )
     found: dict[tuple[str, str], set[str]] = {}
     arch = name = ""

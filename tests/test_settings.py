@@ -106,7 +106,7 @@ def test_readable_environment() -> None:
 def _import_voxmma(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VOXMMA_USE")}
     return subprocess.run(
-        [sys.executable, "-c", code], env={**kept, **variables}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env={**kept, **variables}, capture_output=True, text=True, timeout=600
     )
 
 

@@ -372,7 +372,11 @@ def get_limits() -> Limits:
 
     Checked against the device where tiles are chosen (voxmma.tiles.card).
     """
-    return _effective("compute_capability"), _effective("shared_memory")
+    chosen, fallback = _runtime, _environment
+    return (
+        chosen.compute_capability or fallback.compute_capability,
+        chosen.shared_memory or fallback.shared_memory,
+    )
 
 
 #: What the settings say about the choice of tiles, beside the accumulator request: pools of forward, input

@@ -118,7 +118,7 @@ def test_nothing_runs_below_the_ceiling_without_the_gate(
 
     def plan(ceiling: int, c: int = CHANNELS, level: str = "default") -> str:
         tiles._plan_call.cache_clear()
-        pools = (("auto",), ("auto",), ("auto",), ceiling, "ieee")
+        pools = (("auto",), ("auto",), ("auto",), ceiling, "ieee", settings.NO_LIMITS)
         return str(
             tiles.plan_call(torch.float16, level == "inference_mode", level, c, c, 1, device, pools)[0]
         )

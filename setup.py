@@ -23,6 +23,7 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -202,14 +203,19 @@ class Torch:
 
 
 def find_torch() -> Torch:
-    """torch of the environment being installed into, so that the binding fits the torch it will run with.
+    """torch of the environment being installed into, so that the binding fits the torch it will run with."""
+    folder = locate("torch")
+    if folder is None:
+        raise BuildError("torch is not installed, and voxmma is built against it: pip install 'torch>=2.6'")
+    return read_torch(folder)
+
+
+def read_torch(folder: Path) -> Torch:
+    """The torch in a folder.
 
     Its files are read and it is not imported: pip's isolated build hides it, and a CUDA build of torch can be
     linked to on a machine where it cannot be loaded.
     """
-    folder = locate("torch")
-    if folder is None:
-        raise BuildError("torch is not installed, and voxmma is built against it: pip install 'torch>=2.6'")
     facts: dict[str, Any] = {}
     exec((folder / "version.py").read_text(), facts)
     config = (folder / "share" / "cmake" / "Torch" / "TorchConfig.cmake").read_text()
@@ -328,19 +334,26 @@ def stale(target: Path, sources: list[Path]) -> bool:
     return not target.exists() or any(s.stat().st_mtime > target.stat().st_mtime for s in sources)
 
 
-def build_binding(compiler: Any, output: Path, env: Mapping[str, str]) -> None:
+def compile_command(compiler: list[str], torch: Torch, toolkit: Toolkit | None) -> list[str]:
+    """What compiles a source of the binding against a torch, with CUDA kernels where a toolkit is given."""
+    macros = ["TORCH_EXTENSION_NAME=_C", f"_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}"]
+    include = torch.folder / "include"
+    includes = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
+    includes.append(ROOT / "csrc" / "include")
+    if toolkit is not None:
+        macros.append("VOXMMA_WITH_CUDA")
+        includes += cuda_includes(toolkit.home)
+    flags = ["-std=c++20", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall"]  # torch 2.14 needs C++20
+    flags += [f"-D{macro}" for macro in macros]
+    return [*compiler, *flags, *(word for folder in includes for word in ("-isystem", str(folder)))]
+
+
+def build_binding(compiler: list[str], output: Path, env: Mapping[str, str]) -> None:
     """Builds voxmma._C for this Python and its torch into `output`; running processes keep their old one."""
     torch = find_torch()
     toolkit = choose_toolkit(env, torch.cuda)
     archs: list[str] = []
     libraries: list[str] = []
-    macros: list[tuple[str, str | None]] = [
-        ("TORCH_EXTENSION_NAME", "_C"),
-        ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.cxx11_abi))),
-    ]
-    include = torch.folder / "include"
-    includes = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
-    includes.append(ROOT / "csrc" / "include")
     if toolkit is not None:
         archs = parse_archs(env.get("TORCH_CUDA_ARCH_LIST"))
         cutlass = find_cutlass(ROOT, env) or fetch_cutlass(ROOT / "build")
@@ -350,8 +363,6 @@ def build_binding(compiler: Any, output: Path, env: Mapping[str, str]) -> None:
         )
         kernels = build_kernels(toolkit, archs, cutlass, torch.cxx11_abi, env)
         libraries = [str(kernels), str(static_runtime(toolkit)), "-lrt", "-lpthread", "-ldl"]
-        macros.append(("VOXMMA_WITH_CUDA", None))
-        includes += cuda_includes(toolkit.home)
 
     version = toolkit.version if toolkit else ""
     tag = f"{sysconfig.get_config_var('SOABI')}-torch{torch.version}-{'cuda' + version if toolkit else 'cpu'}"
@@ -375,19 +386,7 @@ def build_binding(compiler: Any, output: Path, env: Mapping[str, str]) -> None:
     for source, inputs in ((binding, depends), (info, [info])):
         target = folder / (source.stem + ".o")
         if stale(target, inputs):
-            command = [
-                *compiler,
-                "-std=c++20",  # torch 2.14 and newer need it, 2.6 takes it
-                "-O2",
-                "-g0",
-                "-fPIC",
-                "-fvisibility=hidden",
-                "-Wall",
-                "-c",
-                str(source),
-            ]
-            command += ["-o", str(target)] + [f"-D{k}" if v is None else f"-D{k}={v}" for k, v in macros]
-            command += [word for i in includes for word in ("-isystem", str(i))]
+            command = [*compile_command(compiler, torch, toolkit), "-c", str(source), "-o", str(target)]
             subprocess.run(command, check=True)
         objects.append(str(target))
     fresh = output.with_name(output.name + ".new")
@@ -401,10 +400,13 @@ def build_binding(compiler: Any, output: Path, env: Mapping[str, str]) -> None:
     )
 
 
+def find_compiler(env: Mapping[str, str]) -> list[str]:
+    """The C++ compiler of CXX, else the one that Python was built with, else c++."""
+    return shlex.split(env.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[:1]
+
+
 def main() -> None:
     """The setuptools entry point."""
-    import shlex
-
     from setuptools import Extension, setup
     from setuptools.command.build_ext import build_ext
 
@@ -412,12 +414,13 @@ def main() -> None:
         """Hands the one extension to build_binding."""
 
         def build_extension(self, ext: Extension) -> None:
-            compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[:1]
             try:
                 (ROOT / "build").mkdir(exist_ok=True)
                 with open(ROOT / "build" / ".lock", "w") as lock:  # one build at a time in this tree
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                    build_binding(compiler, Path(self.get_ext_fullpath(ext.name)).resolve(), os.environ)
+                    build_binding(
+                        find_compiler(os.environ), Path(self.get_ext_fullpath(ext.name)).resolve(), os.environ
+                    )
             except BuildError as error:
                 raise SystemExit(f"voxmma: {error}") from None
 

@@ -4,9 +4,9 @@
     python benchmarks/torch_versions.py --only 2.6 2.14       # some; rows of the others stay
     python benchmarks/torch_versions.py --tests tests/test_ops.py tests/test_norm.py
 
-One version at a time: a copy of the committed files and a fresh environment in a temporary folder (3 to 8 GB where
-torch brings CUDA's libraries), the newest patch of the version, a build for the CPU, and the tests that are neither
-slow nor need a GPU. Each row is written to benchmarks/results/torch-versions.json as soon as it is there; `make
+One version at a time: a copy of the committed files and a fresh environment in a temporary folder (3 to 8 GB
+where torch brings CUDA's libraries), the newest patch of the version, a build for the CPU, and the tests that
+are neither slow nor need a GPU. Each row is written to benchmarks/results/torch-versions.json at once; `make
 docs` makes the table of it. Exit code 1 if a version does not install, build or pass.
 """
 
@@ -39,8 +39,9 @@ def minor_of(version: str) -> tuple[int, ...]:
 
 
 def newest_patches(listed: str) -> list[str]:
-    """The newest patch of every minor version from OLDEST on, oldest first, of what `pip index versions` says.
+    """The newest patch of every minor version from OLDEST on, oldest first.
 
+    `listed`: what `pip index versions torch` says.
     A CPU build ("2.13.0+cpu") goes before the same version with CUDA: it installs sooner.
     """
     found = re.search(r"^Available versions: (.+)$", listed, re.MULTILINE)
@@ -77,8 +78,8 @@ def try_version(version: str, tests: list[str]) -> dict[str, Any]:
         def run(what: str, *command: str | Path, into: int | None = None) -> bool:
             print(f"torch {version}: {what}", flush=True)
             done = subprocess.run(
-                [str(part) for part in command], cwd=tree, env=env, stdout=into, stderr=into and subprocess.STDOUT,
-                text=True, check=False,
+                [str(part) for part in command], cwd=tree, env=env, text=True, check=False,
+                stdout=into, stderr=into and subprocess.STDOUT,
             )  # fmt: skip
             if done.returncode != 0:
                 last = (done.stdout or "").strip().splitlines()[-1:]

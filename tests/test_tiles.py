@@ -14,6 +14,7 @@ import torch
 import voxmma
 from voxmma import _C, gate, settings
 
+from conftest import random_coords
 from tile_table import ARCHS, snapshot, stand_in
 
 tiles_module = importlib.import_module("voxmma.tiles")  # the name voxmma.tiles is the function
@@ -643,3 +644,39 @@ def test_this_device_has_a_tile_for_every_call() -> None:
     roles = [row for row in voxmma.tiles() if row.architectures == "published"]
     assert all(row.ours != "not compiled here" for row in roles)
     assert any(row.in_pool for row in voxmma.tiles())
+
+
+@pytest.mark.gpu
+def test_the_device_says_its_shared_memory() -> None:
+    """The driver, torch and CUDA's documentation agree."""
+    device = torch.device("cuda", 0)
+    capability = torch.cuda.get_device_capability(device)
+    asked = card(device, settings.NO_LIMITS)
+    assert asked == tiles_module.Card(capability, tiles_module.shared_memory_of(capability), capability)
+    told = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
+    assert told in (None, asked.shared_memory)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "ieee", "tf32"])
+def test_fault_31_training_as_on_a_small_card(precision: str) -> None:
+    """Forward and both gradients with 99 KB: only tiles that fit run, and they give what large ones give."""
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
+    coords = random_coords(3000, 20).cuda()
+    x = torch.randn(3000, 64, device="cuda", dtype=dtype)
+    layer = voxmma.nn.SparseConv3d(64, 64, 3).to("cuda", dtype)
+    small = {"compute_capability": (8, 0), "shared_memory": 101_376}
+    fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    results = []
+    for limits in ({"compute_capability": None, "shared_memory": None}, small):
+        with settings.override(fp32_precision=fp32_precision, **limits):
+            feats = x.clone().requires_grad_()
+            out = layer(voxmma.Voxels(coords, feats))
+            results.append((out.feats, *torch.autograd.grad(out.feats, (feats, layer.weight), out.feats)))
+            record = voxmma.explain(out)
+    by_name = {tile.name: tile for tile in tiles_module.compiled()}
+    ran = [by_name[name] for name in (record.tile, record.dgrad_tile, record.wgrad_tile)]
+    assert all(tile.arch == 80 and tile.shared_memory <= 101_376 for tile in ran), ran
+    for large, got in zip(*results, strict=True):
+        error = float((got.double() - large.double()).norm() / large.double().norm())
+        assert error < {"fp16": 2e-3, "bf16": 1e-2, "ieee": 1e-5, "tf32": 2e-3}[precision], record

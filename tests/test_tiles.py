@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import voxmma
-from voxmma import _C, gate, settings
+from voxmma import _C, doctor, gate, settings
 
 from conftest import random_coords
 from tile_table import ARCHS, snapshot, stand_in
@@ -244,6 +244,23 @@ def test_limits_apply_to_devices_only(hopper: torch.device) -> None:
 def test_limits_beyond_the_device_are_errors(hopper: torch.device, limits: Any, message: str) -> None:
     with settings.override(**limits), pytest.raises(ValueError, match=message):
         plan_call(torch.float16, False, "default", 64, 64, 1, hopper, settings.get_pools())
+
+
+def test_doctor_shows_limits_and_refuses_nonsense(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, answer in (("is_available", True), ("device_count", 1), ("get_device_name", "H100")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, a=answer: a)
+    monkeypatch.setattr(doctor, "_C", tiles_module._C)
+    (plain,) = doctor._check_gpus()
+    with settings.override(compute_capability=(8, 6)):
+        (limited,) = doctor._check_gpus()
+    with settings.override(shared_memory=1 << 20):
+        (refused,) = doctor._check_gpus()
+    assert (plain.status, limited.status, refused.status) == ("ok", "ok", "fail")
+    assert f"{len(snapshot())} kernels run on it" in plain.found and "as if" not in plain.found
+    assert "as if of capability 8.6, with 101,376 bytes of shared memory a block" in limited.found
+    assert "shared_memory=1048576 (VOXMMA_SHARED_MEMORY)" in refused.advice
 
 
 @pytest.mark.skipif(not _C.HAS_CUDA, reason="a CPU-only build has no tile table")

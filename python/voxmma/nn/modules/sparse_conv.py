@@ -331,7 +331,7 @@ class SparseConvTranspose2d(SparseConv2d):
 
 
 #: The classes whose parameters are attributes like any other: subclasses may compute theirs.
-_PLAIN = frozenset({SparseConv3d, SparseConvTranspose3d, SparseConv2d, SparseConvTranspose2d})
+_PLAIN = (SparseConv3d, SparseConvTranspose3d, SparseConv2d, SparseConvTranspose2d)  # not a set: dynamo of torch 2.6 stops at one
 
 
 def planar(value: KernelSize2d, name: str, z: int = 1) -> tuple[int, int, int]:

@@ -331,7 +331,8 @@ class SparseConvTranspose2d(SparseConv2d):
 
 
 #: The classes whose parameters are attributes like any other: subclasses may compute theirs.
-_PLAIN = (SparseConv3d, SparseConvTranspose3d, SparseConv2d, SparseConvTranspose2d)  # not a set: dynamo of torch 2.6 stops at one
+#: Not a set, at which the dynamo of torch 2.6 stops.
+_PLAIN = (SparseConv3d, SparseConvTranspose3d, SparseConv2d, SparseConvTranspose2d)
 
 
 def planar(value: KernelSize2d, name: str, z: int = 1) -> tuple[int, int, int]:

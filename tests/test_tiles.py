@@ -130,7 +130,7 @@ def test_every_selected_tile_fits_the_call(build: None) -> None:
             assert tile.runs_on(card(cap)) and tile.atom != "SIMT"
 
 
-def test_fault_31_every_card_has_a_tile_for_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_40_every_card_has_a_tile_for_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tile found runs on the card: code, architecture, and no more shared memory than CUDA documents."""
     kilobytes = dict(zip(CAPABILITIES, (163, 99, 163, 99, 227, 227, 227, 227, 99, 99), strict=True))
     combinations = [
@@ -308,7 +308,7 @@ CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0
         ("12.1", [(12, 1)], False),
     ],
 )
-def test_fault_32_code_of_a_build(archs: str, serves: list[tuple[int, int]], hopper: bool) -> None:
+def test_fault_41_code_of_a_build(archs: str, serves: list[tuple[int, int]], hopper: bool) -> None:
     """Kernels for 9.0a run on 9.0 and nothing else; PTX of 8.0 on a Hopper holds none of them."""
     assert [c for c in CAPABILITIES if _C.build_runs_on(archs, 80, *c)] == serves
     assert [c for c in CAPABILITIES if _C.build_runs_on(archs, 90, *c)] == ([H100] if hopper else [])
@@ -676,7 +676,7 @@ def test_the_device_says_its_shared_memory() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "ieee", "tf32"])
-def test_fault_31_training_as_on_a_small_card(precision: str) -> None:
+def test_fault_40_training_as_on_a_small_card(precision: str) -> None:
     """Forward and both gradients with 99 KB: only tiles that fit run, and they give what large ones give."""
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     coords = random_coords(3000, 20).cuda()

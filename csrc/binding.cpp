@@ -29,6 +29,8 @@
 #include <utility>
 #include <vector>
 
+#include "voxmma/arch.h"
+
 #ifdef VOXMMA_WITH_CUDA
 #include <mutex>
 
@@ -40,7 +42,7 @@ namespace voxmma {
 
 // Written by setup.py into build_info.cpp, so that a changed kernel does not recompile this file.
 extern const char* const kBuildId;       // hash of the sources under csrc
-extern const char* const kCudaArchs;     // "8.0 9.0a"; a "+PTX" suffix where PTX is embedded; empty without CUDA
+extern const char* const kCudaArchs;     // "8.0 9.0a": setup.py's parse_archs; empty without CUDA
 extern const char* const kCudaVersion;   // of the nvcc that built the kernels; empty without CUDA
 extern const char* const kTorchVersion;  // torch.__version__ of the headers
 
@@ -680,15 +682,9 @@ void check_cuda(cudaError_t error, const char* what, at::Device device) {
 
 struct DeviceInfo {
   int major = 0, minor = 0, sm_count = 0;
+  int shared_memory = 0;  // bytes that a block may ask for
+  bool sm90 = false;      // this build has kernels of TileConfig::arch 90, and they run on it
 };
-
-// Whether code compiled for `arch` ("8.0", "9.0a", "9.0+PTX") runs on the device.
-bool runs_on(const std::string& arch, const DeviceInfo& device) {
-  const int major = std::stoi(arch), minor = std::stoi(arch.substr(arch.find('.') + 1));
-  if (arch.find('a') != std::string::npos) return major == device.major && minor == device.minor;
-  if (major == device.major && minor <= device.minor) return true;
-  return arch.find("+PTX") != std::string::npos && major * 10 + minor <= device.major * 10 + device.minor;
-}
 
 // Asked once a device; an error where this build has no code for it.
 DeviceInfo device_info(at::Device device) {
@@ -704,14 +700,14 @@ DeviceInfo device_info(at::Device device) {
     check_cuda(cudaDeviceGetAttribute(&value, attribute, device.index()), "cudaDeviceGetAttribute", device);
     return value;
   };
-  const DeviceInfo found{get(cudaDevAttrComputeCapabilityMajor), get(cudaDevAttrComputeCapabilityMinor),
-                         get(cudaDevAttrMultiProcessorCount)};
-  std::istringstream archs(kCudaArchs);
-  bool runs = false;
-  for (std::string arch; archs >> arch;) runs = runs || runs_on(arch, found);
-  TORCH_CHECK(runs, "voxmma's kernels were built for ", kCudaArchs, ", but ", device, " is of compute capability ",
-              found.major, ".", found.minor, ": rebuild with TORCH_CUDA_ARCH_LIST=", found.major, ".", found.minor,
-              found.major == 9 ? "a" : "", found.major < 8 ? " (8.0 is the oldest that is supported)" : "");
+  const std::pair capability{get(cudaDevAttrComputeCapabilityMajor), get(cudaDevAttrComputeCapabilityMinor)};
+  const DeviceInfo found{capability.first, capability.second, get(cudaDevAttrMultiProcessorCount),
+                         get(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                         build_runs_on(kCudaArchs, 90, capability.first, capability.second)};
+  TORCH_CHECK(build_runs_on(kCudaArchs, 80, found.major, found.minor), "voxmma's kernels were built for ", kCudaArchs,
+              ", but ", device, " is of compute capability ", found.major, ".", found.minor,
+              ": rebuild with TORCH_CUDA_ARCH_LIST=", found.major, ".", found.minor, found.major == 9 ? "a" : "",
+              found.major < 8 ? " (8.0 is the oldest that is supported)" : "");
   info = found;
   return info;
 }
@@ -792,9 +788,10 @@ const KernelEntry& find_tile(string_view tile, Op op, DType input, string_view a
   TORCH_CHECK(c.op == op && c.input == input && name(c.accum) == accum, "tile='", tile, "' is ", name(c.op), " for ",
               name(c.input), " inputs with ", name(c.accum), " accumulator, but ", name(op), " for ", name(input),
               " inputs with ", accum, " accumulator was asked for");
-  TORCH_CHECK(c.arch == 90 ? device.major == 9 && device.minor == 0 : device.major * 10 + device.minor >= c.arch,
-              "tile='", tile, "' needs compute capability ", c.arch == 90 ? "9.0 exactly" : "8.0 or newer",
-              ", the device has ", device.major, ".", device.minor);
+  TORCH_CHECK(c.arch != 90 || device.sm90, "tile='", tile, "' needs code for 9.0a and compute capability 9.0; the ",
+              "device has ", device.major, ".", device.minor, ", and this voxmma was built for ", kCudaArchs);
+  TORCH_CHECK(c.shared_memory <= device.shared_memory, "tile='", tile, "' needs ", c.shared_memory,
+              " bytes of shared memory a block, the device allows ", device.shared_memory);
   return *found->second;
 }
 
@@ -1637,6 +1634,13 @@ double mma_rate_cuda(int64_t kind) {
   return tflops;
 }
 
+int64_t shared_memory(int64_t device) {
+  int bytes = 0;
+  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(device)),
+             "cudaDeviceGetAttribute", at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device)));
+  return bytes;
+}
+
 py::list kernel_configs() {
   py::list list;
   for (const KernelEntry& entry : kernel_table()) {
@@ -1653,6 +1657,7 @@ py::list kernel_configs() {
     row["atom"] = c.atom;
     row["promote"] = c.promote;
     row["arch"] = c.arch;
+    row["shared_memory"] = c.shared_memory;
     list.append(row);
   }
   return list;
@@ -1716,6 +1721,7 @@ Tensor scatter_weighted_cuda(const Tensor&, const Tensor&, const Tensor&, const 
 Tensor mma_probe_cuda(int64_t, const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
 double mma_rate_cuda(int64_t) { no_cuda(); }
 py::list kernel_configs() { return py::list(); }
+int64_t shared_memory(int64_t) { no_cuda(); }
 
 #endif
 
@@ -1798,6 +1804,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("BUILD_ID") = voxmma::kBuildId;
   m.attr("TORCH_VERSION") = voxmma::kTorchVersion;
   m.def("kernel_configs", &voxmma::kernel_configs);
+  m.def("build_runs_on", &voxmma::build_runs_on, py::arg("archs"), py::arg("tile_arch"), py::arg("major"),
+        py::arg("minor"));
+  m.def("shared_memory", torch::wrap_pybind_function(voxmma::shared_memory), py::arg("device"));
   m.def("index_coords", torch::wrap_pybind_function_no_gil(voxmma::index_coords_cuda), py::arg("coords"),
         py::arg("bounds") = voxmma::Ints{});
   m.def("derive_coords", torch::wrap_pybind_function_no_gil(voxmma::derive_coords_cuda), py::arg("coords"),

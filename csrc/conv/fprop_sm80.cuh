@@ -298,7 +298,8 @@ cudaError_t launch_fprop_sm80(const ConvArgs& args, cudaStream_t stream) {
 
 template <class C>
 KernelEntry fprop_sm80_entry(const char* name) {
-  return {{name, Op::fprop, C::In, C::Acc, kTileM, C::BN, C::CK, C::kStages, C::Sum::kAtom, C::kPromoteConfig, 80},
+  return {{name, Op::fprop, C::In, C::Acc, kTileM, C::BN, C::CK, C::kStages, C::Sum::kAtom, C::kPromoteConfig, 80,
+           C::kSmem},
           no_workspace,
           launch_fprop_sm80<C>};
 }

@@ -388,7 +388,7 @@ template <class C>
 KernelEntry fprop_entry(const char* name, DType input) {
   constexpr Accum accum = sizeof(typename C::Acc) == 2 ? Accum::f16 : Accum::f32;
   return {{name, Op::fprop, input, accum, kTileM, C::BN, C::CK, C::kStages,
-           Atom<typename C::T, typename C::Acc, C::BN, GMMA::Major::K>::name, 0, 90},
+           Atom<typename C::T, typename C::Acc, C::BN, GMMA::Major::K>::name, 0, 90, C::kSmemBytes},
           fprop_workspace<C>,
           fprop_launch<C>};
 }

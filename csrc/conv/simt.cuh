@@ -429,7 +429,7 @@ struct SimtWgrad {
 template <DType In>
 KernelEntry simt_fprop_entry(const char* name) {
   using C = Simt<In>;
-  return {{name, Op::fprop, In, C::Acc == DType::f64 ? Accum::f64 : Accum::f32, C::kRows, 1, 1, 2, "SIMT", 0, 80},
+  return {{name, Op::fprop, In, C::Acc == DType::f64 ? Accum::f64 : Accum::f32, C::kRows, 1, 1, 2, "SIMT", 0, 80, 0},
           no_workspace,
           launch_simt_fprop<C>};
 }
@@ -438,7 +438,7 @@ template <DType In>
 KernelEntry simt_wgrad_entry(const char* name) {
   using C = Simt<In>;
   return {{name, Op::wgrad, In, C::Acc == DType::f64 ? Accum::f64 : Accum::f32, C::kCols, C::kCols, C::kDepth, 1,
-           "SIMT", 0, 80},
+           "SIMT", 0, 80, 0},
           SimtWgrad<C>::workspace,
           SimtWgrad<C>::launch};
 }

@@ -409,7 +409,7 @@ cudaError_t wgrad_launch(const ConvArgs& args, cudaStream_t stream) {
 template <class C>
 KernelEntry wgrad_entry(const char* name, DType input) {
   return {{name, Op::wgrad, input, Accum::f32, C::CK, C::BN, 32, C::kDySlots,
-           Atom<typename C::T, float, C::BN, GMMA::Major::MN>::name, 0, 90},
+           Atom<typename C::T, float, C::BN, GMMA::Major::MN>::name, 0, 90, C::kSmemBytes},
           wgrad_workspace<C>,
           wgrad_launch<C>};
 }

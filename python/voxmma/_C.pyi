@@ -12,6 +12,12 @@ BUILD_ID: str
 TORCH_VERSION: str
 
 def kernel_configs() -> list[dict[str, Any]]: ...
+def build_runs_on(archs: str, tile_arch: int, major: int, minor: int) -> bool:
+    """Whether a build for `archs` ("8.0 9.0a") has code of a tile of `arch` 80 or 90 for a capability."""
+
+def shared_memory(device: int) -> int:
+    """Bytes of shared memory that a block may have on a CUDA device."""
+
 def index_coords(coords: Tensor, bounds: Sequence[int] = ()) -> tuple[Tensor, Tensor, list[int]]:
     """Order, bricks, and without `bounds` [bad row, duplicate row, its twin, smallest 4, largest 4]."""
 

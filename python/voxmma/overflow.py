@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from voxmma import settings
 from voxmma.accuracy import FORMATS
 from voxmma.tiles import chunk_of, select_tile
 
@@ -251,8 +252,8 @@ def _wgrad_operand(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
 
 
 @functools.lru_cache(maxsize=1024)
-def _wide_tile(c_in: int, c_out: int, groups: int, device: torch.device) -> str:
-    return select_tile("dgrad", torch.bfloat16, "fp32", c_in, c_out, groups, device).name
+def _wide_tile(c_in: int, c_out: int, groups: int, device: torch.device, limits: settings.Limits) -> str:
+    return select_tile("dgrad", torch.bfloat16, "fp32", c_in, c_out, groups, device, limits=limits).name
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
@@ -284,7 +285,8 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
             a, b, maps = b, a, (opposite, forward)
         if dtype == torch.bfloat16:  # a gradient of this gradient is not rescaled: fp32 sums
             accumulator = "fp32"
-            dgrad_tile = _wide_tile(weight.shape[-2] * groups, weight.shape[-1] * groups, groups, x.device)
+            channels = (weight.shape[-2] * groups, weight.shape[-1] * groups)
+            dgrad_tile = _wide_tile(*channels, groups, x.device, settings.get_limits())
         dw = torch.ops.voxmma.conv_wgrad(
             a,
             b,

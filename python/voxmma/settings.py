@@ -51,6 +51,8 @@ class Settings:
     dgrad_algo_mode: AlgoMode | None = None
     wgrad_algo_mode: AlgoMode | None = None
     pcoff_f16acc_small_ch_ceil: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    shared_memory: int | None = None
     cache_dir: str | None = None
 
 
@@ -83,6 +85,19 @@ def _parse_fp32_precision(text: str) -> str:
 def _parse_ceiling(text: str) -> int:
     if not re.fullmatch(r"\d+", text.strip()):
         raise ValueError("expected a number of channels, 0 or more")
+    return int(text)
+
+
+def _parse_capability(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)\.(\d)", text.strip())
+    if match is None or int(match[1]) < 8:
+        raise ValueError("expected a compute capability of 8.0 or newer, such as 8.6")
+    return int(match[1]), int(match[2])
+
+
+def _parse_shared_memory(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text.strip()):
+        raise ValueError("expected a number of bytes, 1 or more, such as 101376")
     return int(text)
 
 
@@ -121,6 +136,8 @@ _ENVIRONMENT = {
     "dgrad_algo_mode": ("VOXMMA_DGRAD_ALGO_MODE", lambda text: parse_algo_mode(text, "dgrad")),
     "wgrad_algo_mode": ("VOXMMA_WGRAD_ALGO_MODE", lambda text: parse_algo_mode(text, "wgrad")),
     "pcoff_f16acc_small_ch_ceil": ("VOXMMA_PCOFF_F16ACC_SMALL_CH_CEIL", _parse_ceiling),
+    "compute_capability": ("VOXMMA_COMPUTE_CAPABILITY", _parse_capability),
+    "shared_memory": ("VOXMMA_SHARED_MEMORY", _parse_shared_memory),
     "cache_dir": ("VOXMMA_CACHE_DIR", _parse_cache_dir),
 }
 
@@ -195,6 +212,15 @@ def _set(**values: Any) -> Settings:
             if channels is None or channels < 0:
                 raise ValueError(f"{name} must be a number of channels, 0 or more, got {value!r}")
             checked[name] = channels
+        elif name == "compute_capability":
+            ok = isinstance(value, tuple) and len(value) == 2 and all(type(v) is int for v in value)
+            if not ok or value < (8, 0):
+                raise ValueError(f"{name} must be a tuple such as (8, 6), (8, 0) or newer, got {value!r}")
+            checked[name] = value
+        elif name == "shared_memory":
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a number of bytes, 1 or more, got {value!r}")
+            checked[name] = value
         elif name == "cache_dir":
             checked[name] = os.fspath(value)
         else:
@@ -338,10 +364,27 @@ def get_pcoff_f16acc_small_ch_ceil() -> int:
     return _effective("pcoff_f16acc_small_ch_ceil") or 0
 
 
+#: A smaller card to behave like: compute capability, bytes of shared memory a block; None: the device's own.
+Limits = tuple[tuple[int, int] | None, int | None]
+NO_LIMITS: Limits = (None, None)
+
+
+def get_limits() -> Limits:
+    """What VOXMMA_COMPUTE_CAPABILITY and VOXMMA_SHARED_MEMORY, or the run time, allow the tiles of a device.
+
+    Checked against the device where tiles are chosen (voxmma.tiles.card).
+    """
+    chosen, fallback = _runtime, _environment
+    return (
+        chosen.compute_capability or fallback.compute_capability,
+        chosen.shared_memory or fallback.shared_memory,
+    )
+
+
 #: What the settings say about the choice of tiles, beside the accumulator request: pools of forward, input
-#: gradient and weight gradient, small-channel ceiling, fp32 precision.
-Pools = tuple[AlgoMode, AlgoMode, AlgoMode, int, str]
-DEFAULT_POOLS: Pools = (("auto",), ("auto",), ("auto",), 0, "ieee")
+#: gradient and weight gradient, small-channel ceiling, fp32 precision, limits.
+Pools = tuple[AlgoMode, AlgoMode, AlgoMode, int, str, Limits]
+DEFAULT_POOLS: Pools = (("auto",), ("auto",), ("auto",), 0, "ieee", NO_LIMITS)
 
 
 def get_pools(dtype: torch.dtype = torch.float32) -> Pools:
@@ -356,6 +399,7 @@ def get_pools(dtype: torch.dtype = torch.float32) -> Pools:
         chosen.wgrad_algo_mode or fallback.wgrad_algo_mode or ("auto",),
         get_pcoff_f16acc_small_ch_ceil(),
         get_fp32_precision() if dtype == torch.float32 else "ieee",
+        get_limits(),
     )
 
 

@@ -63,12 +63,13 @@ struct TileConfig {
   Op op;
   DType input;
   Accum accum;
-  int m, n, k;       // fprop: output rows x output channels x channel chunk; wgrad: C_in x C_out block x rows a step
-  int stages;        // weight (fprop) or row (wgrad) stages in flight
-  const char* atom;  // CuTe MMA atom, or "SIMT"
-  int promote;       // channels between promotions of an fp16 accumulator or a 3xTF32 sum to fp32 registers;
-                     // 0 = never, -1 = every offset
-  int arch;          // 80: sm_80 and newer; 90: sm_90a only
+  int m, n, k;        // fprop: output rows x output channels x channel chunk; wgrad: C_in x C_out block x rows a step
+  int stages;         // weight (fprop) or row (wgrad) stages in flight
+  const char* atom;   // CuTe MMA atom, or "SIMT"
+  int promote;        // channels between promotions of an fp16 accumulator or a 3xTF32 sum to fp32 registers;
+                      // 0 = never, -1 = every offset
+  int arch;           // 80: sm_80 and newer; 90: sm_90a only
+  int shared_memory;  // dynamic shared memory of a block, bytes; the device must allow it
 };
 
 // Arguments of one launch. Channels are per group; strides are in elements.

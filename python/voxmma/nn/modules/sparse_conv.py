@@ -335,4 +335,5 @@ class SparseConvTranspose2d(SparseConv2d):
 
 
 #: The classes whose parameters are attributes like any other: subclasses may compute theirs.
-_PLAIN = frozenset({SparseConv3d, SparseConvTranspose3d, SparseConv2d, SparseConvTranspose2d})
+#: Not a set, at which the dynamo of torch 2.6 stops.
+_PLAIN = (SparseConv3d, SparseConvTranspose3d, SparseConv2d, SparseConvTranspose2d)

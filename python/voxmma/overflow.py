@@ -136,8 +136,8 @@ def fp16_operands(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: 
 
     The weight is scaled to a largest magnitude in [0.5, 1), `a` as high as the bound allows, so that as few
     values as possible fall among the subnormals, where mantissas would be cut; `exact` says whether none did.
-    Infinities and NaN stay what they are and change no factor. Without waiting for the device. Arguments as in
-    :func:`overflow_bound`.
+    Infinities and NaN stay what they are and change no factor. Without waiting for the device. Arguments as
+    in :func:`overflow_bound`.
     """
     one = torch.ones((), device=a.device)
     largest = largest_finite(weight).float()

@@ -118,8 +118,8 @@ def check(
 ) -> tuple[accuracy.Errors, accuracy.Bound]:
     """Errors of the given output rows, and the bound that they should keep. Waits for the device.
 
-    Cells whose fp64 value is beyond the output's range count as right when they are infinite with its sign, and
-    cells without a finite fp64 value, whose own operands are not finite, when they are not finite either.
+    Cells whose fp64 value is beyond the output's range count as right when they are infinite with its sign,
+    and cells whose fp64 value is not finite, as their own operands are not, when they are not finite either.
     """
     y64, abs64 = reference(x, weight, bias, mapping, rows, record)
     got = y[rows.to(y.device)].double()

@@ -841,8 +841,9 @@ struct Rows {
                        address % (align * t.element_size()) == 0 && in_reach();
     if (!as_is) {
       stride = groups * group;
-      TORCH_CHECK(in_reach(), name, " has ", t.size(0), " rows of ", stride * t.element_size(), " bytes: tile ", config.name,
-                  " reaches ", kWgmmaSpan, " bytes; an sm80 tile reaches all of it, or split the rows over calls");
+      TORCH_CHECK(in_reach(), name, " has ", t.size(0), " rows of ", stride * t.element_size(), " bytes: tile ",
+                  config.name, " reaches ", kWgmmaSpan,
+                  " bytes; an sm80 tile reaches all of it, or split the rows over calls");
       owner = at::constant_pad_nd(t.reshape({t.size(0), groups, channels}), {0, group - channels}).contiguous();
     }
   }

@@ -121,10 +121,19 @@ __device__ float sum_pairs(const ConvArgs& args, int64_t i, bool wanted, float s
         const bool has = index != kMissing;
         const int in_row = has ? __ldg(plan.uniq + static_cast<int64_t>(pass.uniq_begin4) * 4 + index) : 0;
         const int out_row = has ? __ldg(plan.order + static_cast<int64_t>(at.tile) * kTileM + first + lane) : 0;
-        for (uint32_t rest = __ballot_sync(~0u, has); rest != 0; rest &= rest - 1) {
-          const int from = __ffs(rest) - 1;
-          const int64_t in = __shfl_sync(~0u, in_row, from), o = __shfl_sync(~0u, out_row, from);
-          if (mine) sum = fmaf(convert<float>(x[in * args.lda]), convert<float>(dy[o * args.ldb]), sum);
+        for (uint32_t rest = __ballot_sync(~0u, has); rest != 0;) {
+          constexpr int kFlight = 8;  // pairs on their way; behind the last one zeros
+          float a[kFlight], b[kFlight];
+#pragma unroll
+          for (int u = 0; u < kFlight; ++u, rest &= rest - 1) {
+            const int from = max(__ffs(rest) - 1, 0);
+            const int64_t in = __shfl_sync(~0u, in_row, from), o = __shfl_sync(~0u, out_row, from);
+            const bool load = mine && rest != 0;
+            a[u] = load ? convert<float>(x[in * args.lda]) : 0.0f;
+            b[u] = load ? convert<float>(dy[o * args.ldb]) : 0.0f;
+          }
+#pragma unroll
+          for (int u = 0; u < kFlight; ++u) sum = mine ? fmaf(a[u], b[u], sum) : sum;
         }
       }
     }

@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     }
   }
   cp_async_wait<0>();
-  const bool nonfinite = any_nonfinite(args.raw);  // arrives while rows are stored
+  const uint32_t flags = load_flags(args.raw);  // arrive while rows are stored
 
   // Epilogue: fp32 bias, one rounding, rows to their places in the caller's order.
   const int channel0 = nb * C::BN + wn * C::kFragsN * 8;  // first channel of the warp, inside the group
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         store_row<T, C::kFragsN>(row < 0 ? nullptr : static_cast<T*>(args.out) + at, cols, vec, get);
     }
   }
-  if (nonfinite) {
+  if (any_nonfinite(flags)) {
 #pragma unroll 1
     for (int i = 0; i < C::kFragsM; ++i)
       add_nonfinite<C::In, C::kSplit>(args, scheduled, (wm + i * C::kWarpsM) * kFragRows, group, channel0,

@@ -102,14 +102,15 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
     cutlass::arch::warpgroup_reg_dealloc<32>();
     PassWalk walk(plan.schedule, plan.tiles, blockIdx.x, gridDim.x, per_tile);
     if (warp == C::kConsumers * 4) {  // weights and pass data
+      const uint32_t flags = load_flags(args.raw);
       RingState<C::kStages> ws;
       RingState<C::kPassSlots> ps;
-      const bool nonfinite = any_nonfinite(args.raw);
       Pass next = walk.done() ? Pass{} : load_pass(plan.passes + walk.pass());
       uint32_t next_frag = walk.done() || lane >= kFrags ? 0 : __ldg(plan.frag + int64_t(walk.pass()) * kFrags + lane);
       while (!walk.done()) {
         const Pass pass = next;
         const uint32_t used = __reduce_or_sync(0xffffffffu, next_frag);  // offsets any row of the tile uses
+        const bool nonfinite = any_nonfinite(flags);
         const int id = walk.pass(), tile = walk.tile(), within = walk.within();
         const bool last = walk.last_pass();
         const int ahead = walk.peek();

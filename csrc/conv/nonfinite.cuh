@@ -68,15 +68,18 @@ __device__ __forceinline__ To load_as(const void* values, DType dtype, int64_t i
   }
 }
 
-// Whether any weight is not finite. All 32 lanes call.
-__device__ __forceinline__ bool any_nonfinite(const RawWeights& raw) {
+// This lane's share of the flags: loaded ahead, to be voted on later.
+__device__ __forceinline__ uint32_t load_flags(const RawWeights& raw) {
   uint32_t any = 0;
   for (int i = threadIdx.x % 32; i < raw.flag_bytes / 16; i += 32) {
     const uint4 v = __ldg(reinterpret_cast<const uint4*>(raw.flags) + i);
     any |= v.x | v.y | v.z | v.w;
   }
-  return __any_sync(~0u, any != 0);
+  return any;
 }
+
+// Whether any weight is not finite, by the flags of all 32 lanes.
+__device__ __forceinline__ bool any_nonfinite(uint32_t flags) { return __any_sync(~0u, flags != 0); }
 
 template <DType In, bool Split, class Out>
 __device__ __forceinline__ void add_nonfinite_to(Out* out, const ConvArgs& args, const ScheduledTile& at, int row0,

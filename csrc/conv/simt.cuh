@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(C::kThreads, 2)
       static_cast<const T*>(args.b) +  // [K][c_in] of that channel
       (static_cast<int64_t>(group) * args.c_out + min(co_load, args.c_out - 1)) * plan.kernel_volume * args.c_in;
   const int chunks = (args.c_in + kDepth - 1) / kDepth;
-  const bool nonfinite = any_nonfinite(args.raw);  // zeros in place of a neighbour would make NaN
+  const uint32_t flags = load_flags(args.raw);
 
   A acc[TM][4] = {};
   for (int p = scheduled.first_pass; p < scheduled.first_pass + scheduled.passes; ++p) {
@@ -133,6 +133,7 @@ __global__ void __launch_bounds__(C::kThreads, 2)
     __syncthreads();  // the previous pass has read s_row and its last buffers
     resolve_rows<kRows>(plan, tile, pass, sub * kRows, s_row);
     __syncthreads();
+    const bool nonfinite = any_nonfinite(flags);  // then zeros in place of a neighbour would make NaN
 
     A next_x[kEach], next_w[4];
     const auto fetch = [&](int j, int chunk) {

@@ -116,7 +116,7 @@ def test_limit_of_3xtf32_includes_what_tf32_cannot_hold() -> None:
 
 @pytest.mark.parametrize("kind", ["cell", "nan", "scaled"])
 def test_a_breach_demotes_the_layer(device: torch.device, fault: dict[str, Any], kind: str) -> None:
-    """Mutations: one corrupt cell, a NaN row that meets none, all a little off. The layer goes to fp32, and says so."""
+    """Mutations: one corrupt cell, a NaN row, all a little off. The layer goes to fp32, and says so."""
 
     def change(y: Tensor) -> None:
         with torch.no_grad():

@@ -110,7 +110,7 @@ def test_fault_04_offsets_past_2_31(dtype: torch.dtype, n: int, c: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_fault_31_rows_that_span_more_than_64_gib() -> None:
+def test_fault_42_rows_that_span_more_than_64_gib() -> None:
     """Column slices of a tensor whose rows lie 8 KiB apart: every tile and pooling as on dense rows."""
     device, n = torch.device("cuda"), 8_600_000
     room = 80 << 30
@@ -164,7 +164,7 @@ def test_fault_31_rows_that_span_more_than_64_gib() -> None:
 
 
 @pytest.mark.gpu
-def test_fault_31_rows_that_no_copy_brings_into_reach_are_refused() -> None:
+def test_fault_42_rows_that_no_copy_brings_into_reach_are_refused() -> None:
     """More than 2^32 pieces of 16 bytes in dense rows: wgmma tiles say so before they are copied."""
     device = torch.device("cuda")
     names = [

@@ -120,7 +120,7 @@ def agree(got: Tensor, want: Tensor, what: object, classes: bool = True) -> None
 
 @CASES
 @pytest.mark.parametrize("transpose", [False, True], ids=["fprop", "dgrad"])
-def test_fault_32_weights_reach_the_rows_that_meet_them(
+def test_fault_43_weights_reach_the_rows_that_meet_them(
     device: torch.device, shape: tuple[int, int, int, int], transpose: bool
 ) -> None:
     """A bad weight, a whole offset of them, fp32 weights that are infinite in fp16, bf16 or TF32 only."""
@@ -152,7 +152,7 @@ def test_fault_32_weights_reach_the_rows_that_meet_them(
 
 @CASES
 @pytest.mark.parametrize("transpose", [False, True], ids=["fprop", "dgrad"])
-def test_fault_32_input_rows_reach_the_rows_that_meet_them(
+def test_fault_43_input_rows_reach_the_rows_that_meet_them(
     device: torch.device, shape: tuple[int, int, int, int], transpose: bool
 ) -> None:
     """A bad input, alone and times a bad weight. 3xTF32 tiles may give NaN for infinite inputs: their pieces
@@ -177,7 +177,7 @@ def test_fault_32_input_rows_reach_the_rows_that_meet_them(
 
 
 @CASES
-def test_fault_32_weight_gradients_take_their_own_pairs(
+def test_fault_43_weight_gradients_take_their_own_pairs(
     device: torch.device, shape: tuple[int, int, int, int]
 ) -> None:
     """A bad row of dy, or of both: right under offsets that do not pair it, as pairs give it under others."""
@@ -210,7 +210,7 @@ def test_fault_32_weight_gradients_take_their_own_pairs(
                     assert torch.equal(again, same), what
 
 
-def test_fault_32_repeats_bit_by_bit(device: torch.device) -> None:
+def test_fault_43_repeats_bit_by_bit(device: torch.device) -> None:
     case = Case(device, 3, 1, 40, 24)
     case.dy[case.busy] = math.inf
     case.w[0] = math.nan
@@ -226,7 +226,7 @@ def test_fault_32_repeats_bit_by_bit(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_fault_32_guard_counts_the_cells_that_pairs_give(device: torch.device, dtype: torch.dtype) -> None:
+def test_fault_43_guard_counts_the_cells_that_pairs_give(device: torch.device, dtype: torch.dtype) -> None:
     coords = grid_and_strays(device)
     layer = SparseConv3d(32, 48, 3, bias=False).to(device, dtype)
     with torch.no_grad():
@@ -253,7 +253,7 @@ def test_fault_32_guard_counts_the_cells_that_pairs_give(device: torch.device, d
 
 @pytest.mark.parametrize("accumulator", ["fp32", "fp16", "fp16_promoted:32"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_fault_32_shadow_verification_follows_the_rule(
+def test_fault_43_shadow_verification_follows_the_rule(
     device: torch.device, dtype: torch.dtype, accumulator: str
 ) -> None:
     """No breach for what pairs give, by plain and rescaled calls; one for a cell poisoned beyond that."""
@@ -285,7 +285,7 @@ def test_fault_32_shadow_verification_follows_the_rule(
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("what", ["weight", "input", "gradient"])
-def test_fault_32_rescale_looks_at_finite_numbers(device: torch.device, what: str, bad: float) -> None:
+def test_fault_43_rescale_looks_at_finite_numbers(device: torch.device, what: str, bad: float) -> None:
     """Factors come from finite magnitudes: cells that do not meet the bad number keep their bits."""
     case = Case(device, 3, 1, 32, 16)
     case.x *= 2.0**30  # far beyond fp16
@@ -330,7 +330,7 @@ def test_rescaled_operands_fit_whatever_the_columns_sum_to(device: torch.device)
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=str)
-def test_fault_32_pooling_and_points(device: torch.device, dtype: torch.dtype, bad: float) -> None:
+def test_fault_43_pooling_and_points(device: torch.device, dtype: torch.dtype, bad: float) -> None:
     """Everything that does not read row 5 gives the same bits as without it."""
     coords = torch.cat([random_coords(200, 6), random_coords(60, 6) + torch.tensor([1, 0, 0, 0]).int()])
     feats = torch.randn(260, 8).to(dtype)
@@ -362,7 +362,7 @@ def test_fault_32_pooling_and_points(device: torch.device, dtype: torch.dtype, b
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_fault_32_samples_are_reduced_apart(device: torch.device, bad: float) -> None:
+def test_fault_43_samples_are_reduced_apart(device: torch.device, bad: float) -> None:
     coords = torch.cat([random_coords(200, 6), random_coords(60, 6) + torch.tensor([1, 0, 0, 0]).int()])
     feats = torch.randn(260, 8)
     feats[5, 2] = bad
@@ -384,7 +384,7 @@ def test_fault_32_samples_are_reduced_apart(device: torch.device, bad: float) ->
         assert bool(grad[200:].isfinite().all()) and bool(grad[:, 1:].isfinite().all())
 
 
-def test_fault_32_corners_whose_weight_rounds_to_zero_count_nothing(device: torch.device) -> None:
+def test_fault_43_corners_whose_weight_rounds_to_zero_count_nothing(device: torch.device) -> None:
     """2^-53 along each axis: a share that fp32 does not hold, of a voxel that is infinite."""
     coords = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 1]], dtype=torch.int32, device=device)
     feats = torch.tensor([[1.5], [math.inf]], device=device, requires_grad=True)

@@ -12,6 +12,7 @@
 
 #include "common.cuh"
 #include "mma_sm80.cuh"
+#include "nonfinite.cuh"
 
 namespace voxmma {
 
@@ -254,6 +255,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     }
   }
   cp_async_wait<0>();
+  const uint32_t flags = load_flags(args.raw);  // arrive while rows are stored
 
   // Epilogue: fp32 bias, one rounding, rows to their places in the caller's order.
   const int channel0 = nb * C::BN + wn * C::kFragsN * 8;  // first channel of the warp, inside the group
@@ -284,6 +286,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       else
         store_row<T, C::kFragsN>(row < 0 ? nullptr : static_cast<T*>(args.out) + at, cols, vec, get);
     }
+  }
+  if (any_nonfinite(flags)) {
+#pragma unroll 1
+    for (int i = 0; i < C::kFragsM; ++i)
+      add_nonfinite<C::In, C::kSplit>(args, scheduled, (wm + i * C::kWarpsM) * kFragRows, group, channel0,
+                                      C::kFragsN * 8);
   }
 }
 

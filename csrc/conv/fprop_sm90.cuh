@@ -14,6 +14,7 @@
 
 #include <type_traits>
 
+#include "nonfinite.cuh"
 #include "sm90.cuh"
 
 namespace voxmma::sm90 {
@@ -101,6 +102,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
     cutlass::arch::warpgroup_reg_dealloc<32>();
     PassWalk walk(plan.schedule, plan.tiles, blockIdx.x, gridDim.x, per_tile);
     if (warp == C::kConsumers * 4) {  // weights and pass data
+      const uint32_t flags = load_flags(args.raw);
       RingState<C::kStages> ws;
       RingState<C::kPassSlots> ps;
       Pass next = walk.done() ? Pass{} : load_pass(plan.passes + walk.pass());
@@ -108,6 +110,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
       while (!walk.done()) {
         const Pass pass = next;
         const uint32_t used = __reduce_or_sync(0xffffffffu, next_frag);  // offsets any row of the tile uses
+        const bool nonfinite = any_nonfinite(flags);
         const int id = walk.pass(), tile = walk.tile(), within = walk.within();
         const bool last = walk.last_pass();
         const int ahead = walk.peek();
@@ -118,7 +121,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
         if (lane == 0) {
           wait_empty(pass_empty + ps.index * 8, ps.phase);
           const uint32_t bar = pass_full + ps.index * 8;
-          sts_v4(smem_u + C::kHeadAt + ps.index * 16, make_int4(pass.k_begin, last, 0, 0));
+          sts_v4(smem_u + C::kHeadAt + ps.index * 16, make_int4(pass.k_begin, last, nonfinite, 0));
           const int local_bytes = pass.k_count * kTileM * 2;
           arrive_expect(bar, local_bytes + kFrags * 4);
           bulk_copy(smem_u + C::kLocalAt + ps.index * C::kLocalBytes,
@@ -360,6 +363,16 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
             }
           }
         }
+      }
+    }
+
+    if (lds_u32(smem_u + C::kHeadAt + 8) != 0) {  // as every header says: some weights are not in the image
+#pragma unroll 1
+      for (uint32_t round = 0, item; (item = dealt(round, blockIdx.x, gridDim.x)) < items; ++round) {
+        const int within = int(item % per_tile);
+        const int block = C::kSwap && round % 2 != 0 ? C::kConsumers - 1 - group_id : group_id;
+        add_nonfinite<dtype_of<T>>(args, load_scheduled(plan.schedule, item / per_tile), block * 64 + (warp % 4) * 16,
+                                   within / blocks_n, within % blocks_n * BN, BN);
       }
     }
   }

@@ -403,7 +403,9 @@ cudaError_t wgrad_launch(const ConvArgs& args, cudaStream_t stream) {
   kernel<<<int(ctas), C::kThreads, C::kSmemBytes, stream>>>(args, grid);
   err = cudaGetLastError();
   if (err != cudaSuccess) return err;
-  return reduce_splits(args.workspace, DType::f32, grid.splits, count, args.out, args.out_dtype, stream);
+  // A row of dY that is not finite turns the zero rows of its step into NaN: such sums are made again.
+  return reduce_splits(args.workspace, DType::f32, grid.splits, count, args.out, args.out_dtype, stream, &args,
+                       dtype_of<typename C::T>);
 }
 
 template <class C>

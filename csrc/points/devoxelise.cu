@@ -128,9 +128,9 @@ __global__ void __launch_bounds__(kThreads) locate(const LocateArgs args) {
     weight = __ddiv_rn(share, total > 0 ? total : 1.0);
   }
   if (!inside) return;
-  const bool counts = weight > 0;
-  args.rows[index] = counts ? row : -1;
-  static_cast<A*>(args.weights)[index] = counts ? static_cast<A>(weight) : A{0};
+  const A stored = static_cast<A>(weight);  // zero times an infinite feature is NaN: no row where it rounds to zero
+  args.rows[index] = stored > 0 ? row : -1;
+  static_cast<A*>(args.weights)[index] = stored > 0 ? stored : A{0};
 }
 
 __device__ __forceinline__ float plus_product(float sum, float weight, float value) {

@@ -265,8 +265,8 @@ def devoxelise(
     out = torch.zeros((len(points), feats.shape[1]), dtype=compute, device=x.device)
     for found, share in zip(rows, weights, strict=True):
         picked = _gather(feats, torch.where(found >= 0, found, other)).to(compute)
-        weight = (share / total).unsqueeze(1)
-        out = out + torch.where(weight > 0, picked * weight.to(compute), 0)
+        weight = (share / total).to(compute).unsqueeze(1)
+        out = out + torch.where(weight > 0, picked * weight, 0)
     return out.to(x.dtype)
 
 

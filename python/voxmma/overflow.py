@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from voxmma import settings
-from voxmma.accuracy import FORMATS
+from voxmma.accuracy import FORMATS, largest_finite
 from voxmma.tiles import chunk_of, select_tile
 
 MAX_FP16 = FORMATS["fp16"].max
@@ -128,25 +128,32 @@ class Fp16Operands:
         return y / self.a_factor / self.w_factor
 
 
+def _equal(narrow: Tensor, wide: Tensor) -> Tensor:
+    return ((narrow.float() == wide) | wide.isnan()).all()
+
+
 def fp16_operands(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Fp16Operands:
     """bf16 (or fp32, fp16) operands as fp16 under power-of-two factors whose overflow bound fits.
 
     The weight is scaled to a largest magnitude in [0.5, 1), `a` as high as the bound allows, so that as few
     values as possible fall among the subnormals, where mantissas would be cut; `exact` says whether none did.
-    Without waiting for the device. Arguments as in :func:`overflow_bound`.
+    Infinities and NaN stay what they are and change no factor. Without waiting for the device. Arguments as
+    in :func:`overflow_bound`.
     """
     one = torch.ones((), device=a.device)
-    largest = weight.abs().amax().float() if weight.numel() else one
-    usable = largest.isfinite() & (largest > 0)
-    _, exponent = torch.frexp(torch.where(usable, largest, one))
+    largest = largest_finite(weight).float()
+    _, exponent = torch.frexp(torch.where(largest > 0, largest, one))
     w_factor = _power_of_two(-exponent)
     scaled = weight.float() * w_factor
-    bound = overflow_bound(a, scaled, transpose=transpose, chunk=chunk)
+    finite = scaled.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    largest = largest_finite(a).float()
+    bound = overflow_bound(largest, finite, transpose=transpose, chunk=chunk)
+    bound = torch.maximum(bound, largest)  # `a` itself is to fit, where columns of the weight are below 1
     _, exponent = torch.frexp(torch.where(bound.isfinite() & (bound > 0), bound / MAX_FP16, one / 2))
     a_factor = _power_of_two(-exponent)
     wide = a.float() * a_factor
     a16, w16 = wide.half(), scaled.half()
-    exact = (a16.float() == wide).all() & (w16.float() == scaled).all()
+    exact = _equal(a16, wide) & _equal(w16, scaled)
     return Fp16Operands(a16, w16, a_factor, w_factor, exact)
 
 
@@ -159,8 +166,7 @@ def rescaled_floor(
     Waits for the device.
     """
     got = fp16_operands(a, weight, transpose=transpose, chunk=chunk)
-    if not a.numel() or not math.isfinite(largest := float(got.a.abs().amax())):
-        return floor
+    largest = float(largest_finite(got.a))
     cut = 0.0 if bool(got.exact) else n * FORMATS["fp16"].tiny / 2 * (1.0 + largest)
     factors = float(got.a_factor.double() * got.w_factor.double())
     return floor * max(1.0, 1.0 / factors) + cut / factors
@@ -246,8 +252,7 @@ def _wgrad_operand(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
     """An operand of the weight gradient, whose sums are fp32: only its own range can be too large."""
     if t.dtype == dtype or dtype != torch.float16:
         return t.to(dtype), None
-    largest = t.detach().abs().amax().float() if t.numel() else t.new_zeros((), dtype=torch.float32)
-    factor = safe_factor(largest)
+    factor = safe_factor(largest_finite(t).float())
     return (t * factor).to(dtype), factor
 
 

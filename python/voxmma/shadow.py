@@ -118,13 +118,15 @@ def check(
 ) -> tuple[accuracy.Errors, accuracy.Bound]:
     """Errors of the given output rows, and the bound that they should keep. Waits for the device.
 
-    Cells whose fp64 value is beyond the output's range count as right when they are infinite with its sign.
+    Cells whose fp64 value is beyond the output's range count as right when they are infinite with its sign,
+    and cells whose fp64 value is not finite, as their own operands are not, when they are not finite either.
     """
     y64, abs64 = reference(x, weight, bias, mapping, rows, record)
     got = y[rows.to(y.device)].double()
     largest = accuracy.FORMATS[accuracy.format_name(record.out_dtype)].max
     unbounded = (y64.abs() > largest) & (got == torch.sign(y64) * torch.inf)
-    got = torch.where(unbounded, y64, got)
+    right = unbounded | ~(y64.isfinite() | got.isfinite())
+    got, y64, abs64 = (t.masked_fill(right, 0) for t in (got, y64, abs64))
     bound = limit(x, weight, record, bias is not None)
     return accuracy.errors(got, y64, abs64, bound.floor), bound
 

@@ -19,15 +19,20 @@ impossible, and `restore` says so.
 
 While a snapshot is being taken the ancestors hold other values for some microseconds: take it while no other
 thread launches float32 work. Calls from several threads are serialised among themselves.
+
+`Hold` and `preserved` are scopes that may end in any order and in any thread; the last to end puts back what
+the first found. `pinned` has the switches at given values for one launch. Whatever here reads or changes the
+switches waits for the launches that are under way, and they for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -36,9 +41,11 @@ __all__ = [
     "Difference",
     "Flags",
     "FlagsError",
+    "Hold",
     "effective_fp32_precision",
     "fp32_behaviour",
     "get_flag",
+    "pinned",
     "preserved",
     "refuse_fp64",
     "restore",
@@ -46,6 +53,7 @@ __all__ = [
     "set_tf32",
     "snapshot",
     "tf32_allowed",
+    "undisturbed",
 ]
 
 _C: Any = torch._C
@@ -203,7 +211,7 @@ def set_flag(name: str, value: Any) -> None:
     if name not in _PLAIN:
         raise KeyError(f"unknown switch {name!r}; this PyTorch has {', '.join(sorted(_PLAIN))}")
     get, put = _PLAIN[name]
-    with _LOCK:
+    with _exclusive():
         put(value)
         if get() != value:
             raise FlagsError(f"{name} was set to {value!r} but reads {get()!r}")
@@ -304,7 +312,7 @@ def _stored_legacy(tree: dict[str, str]) -> dict[str, Any]:
 
 def snapshot() -> Flags:
     """The stored state of every precision switch of this process. Changes nothing that outlasts the call."""
-    with _LOCK:
+    with _exclusive():
         tree = _stored_tree()
         legacy = _stored_legacy(tree)
         return Flags(tree=tree, legacy=legacy, plain={name: get() for name, (get, _) in _PLAIN.items()})
@@ -320,7 +328,7 @@ def restore(flags: Flags, parts: tuple[str, ...] = ("tree", "legacy", "plain")) 
     Returns what could not be put back: empty when the state is exactly as it was. It never raises for a
     difference, so that a caller in a ``finally`` block can decide.
     """
-    with _LOCK:
+    with _exclusive():
         now = snapshot()
         flags = Flags(**{part: getattr(flags if part in parts else now, part) for part in now.to_json()})
         if now == flags:
@@ -344,6 +352,39 @@ def restore(flags: Flags, parts: tuple[str, ...] = ("tree", "legacy", "plain")) 
         return flags.differences(snapshot())
 
 
+class Hold:
+    """A scope of the switches: `release` puts the given parts of `Flags` back as they were when it was made.
+
+    Holds end in any order and in any thread: one that ends before a later one leaves what it found to that
+    one, so that the last to end puts back what the first found.
+    """
+
+    def __init__(self, parts: tuple[str, ...] = ("tree", "legacy")) -> None:
+        with _exclusive():
+            self.found = snapshot()
+            self._parts = parts
+            _holds.append(self)
+
+    def release(self) -> list[Difference]:
+        """Ends the scope; returns what could not be put back. A second call does nothing."""
+        with _exclusive():
+            if self not in _holds:
+                return []
+            later = _holds[_holds.index(self) + 1 :]
+            _holds.remove(self)
+            mine = []
+            for part in self._parts:
+                heir = next((hold for hold in later if part in hold._parts), None)
+                if heir is None:
+                    mine.append(part)
+                else:
+                    heir.found = replace(heir.found, **{part: getattr(self.found, part)})
+            return restore(self.found, tuple(mine)) if mine else []
+
+
+_holds: list[Hold] = []  # that have not ended, in the order in which they were made
+
+
 @contextlib.contextmanager
 def preserved() -> Iterator[Flags]:
     """Context that puts every switch back on leaving, also after an exception.
@@ -351,24 +392,155 @@ def preserved() -> Iterator[Flags]:
     Raises FlagsError on leaving when the state could not be put back exactly (an exception already under way
     is kept, and a warning is given instead).
     """
-    before = snapshot()
+    hold = Hold(("tree", "legacy", "plain"))
     try:
-        yield before
+        yield hold.found
     except BaseException:
-        left = restore(before)
+        left = hold.release()
         if left:
             warnings.warn("precision flags not put back: " + "; ".join(map(str, left)), stacklevel=3)
         raise
-    left = restore(before)
+    left = hold.release()
     if left:
         raise FlagsError("precision flags not put back: " + "; ".join(map(str, left)))
 
 
+# ---------------------------------------------------------------- one launch
+class _Launches:
+    """Launches under way that rely on the switches; all of them want the same."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.wanted: Any = None
+        self.undo = contextlib.ExitStack()
+
+
+_launches = _Launches()
+_IDLE = threading.Condition(_LOCK)
+_own = threading.local()  # .launches: how many this thread is in
+
+
+def _forked() -> None:
+    """A child process has one thread, which is in no launch."""
+    global _LOCK, _IDLE, _launches
+    _LOCK = threading.RLock()
+    _IDLE, _launches = threading.Condition(_LOCK), _Launches()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+@contextlib.contextmanager
+def _exclusive() -> Iterator[None]:
+    """The lock, while no other thread is in a launch."""
+    with _LOCK:
+        while _launches.count > getattr(_own, "launches", 0):
+            _IDLE.wait()
+        yield
+
+
+@contextlib.contextmanager
+def pinned(
+    fp32_precision: str, device_type: str = "cpu", plain: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """For one launch: float32 products on ``device_type`` in this precision, and these values of `set_flag`.
+
+    Launches that want the same run side by side; others wait for each other. The switches are the process's,
+    so work that other threads launch meanwhile, outside of this package, sees them too. Switches that this
+    PyTorch does not have are left out. A CPU has 'ieee' alone.
+    """
+    wanted = (fp32_precision, device_type, plain)
+    with _LOCK:
+        while _launches.count and _launches.wanted != wanted:
+            _IDLE.wait()
+        if not _launches.count:
+            with contextlib.ExitStack() as stack:
+                _change(fp32_precision, device_type, plain or {}, stack)
+                _launches.undo, _launches.wanted = stack.pop_all(), wanted
+        _launches.count += 1
+    _own.launches = getattr(_own, "launches", 0) + 1
+    try:
+        yield
+    finally:
+        _own.launches -= 1
+        with _LOCK:
+            _launches.count -= 1
+            if not _launches.count:
+                try:
+                    _launches.undo.close()
+                finally:
+                    _IDLE.notify_all()
+
+
+def _change(precision: str, device_type: str, plain: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+    """Sets what is not as wanted; ``undo`` gets what puts it back."""
+    for name, value in plain.items():
+        now = get_flag(name)
+        if isinstance(now, list):
+            value = [value, *now[1:]]
+        if now is not None and now != value:
+            put = _PLAIN[name][1]
+            undo.callback(put, now)
+            put(value)
+    if device_type == "cuda":
+        if any(effective_fp32_precision(op) != precision for op in ("matmul", "conv")):
+            undo.callback(restore, snapshot(), ("tree", "legacy"))
+            set_tf32(precision == "tf32")
+    elif not HAS_TREE:
+        if torch.get_float32_matmul_precision() != "highest":
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+    elif off := [op for op in ("matmul", "conv") if effective_fp32_precision(op, device_type) != "ieee"]:
+        tree = _stored_tree()
+        for op in off:
+            undo.callback(_set, "mkldnn", op, tree[f"mkldnn.{op}"])
+            _set("mkldnn", op, "ieee")
+
+
+# ---------------------------------------------------------------- what surrounds a call
+class _Surroundings(threading.local):
+    """Policies that cast in this thread (`voxmma.policy`), the innermost last; None: none of them does."""
+
+    def __init__(self) -> None:
+        self.modes: list[Any] = []
+
+
+surroundings = _Surroundings()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Block whose operations run in the dtypes they are written in: autocast and policies stay outside."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        mark = _Undisturbed()
+        surroundings.modes.append(mark)
+        try:
+            yield
+        finally:
+            surroundings.modes.remove(mark)
+
+
+class _Undisturbed:
+    """Stands among the policies of a thread and casts nothing."""
+
+
 # ---------------------------------------------------------------- TF32
-def effective_fp32_precision(op: str) -> str:
-    """What float32 ``op`` ('matmul', 'conv', 'rnn') on CUDA runs in now: 'ieee' or 'tf32'."""
+def effective_fp32_precision(op: str, device_type: str = "cuda") -> str:
+    """What float32 ``op`` ('matmul', 'conv', 'rnn') may run in now.
+
+    'ieee' or 'tf32' on CUDA, 'ieee', 'tf32' or 'bf16' on a CPU, which does so where it has the instructions.
+    """
     if op not in ("matmul", "conv", "rnn"):
         raise ValueError(f"op is 'matmul', 'conv' or 'rnn', not {op!r}")
+    if device_type == "cpu":
+        if HAS_TREE:
+            found = _get("mkldnn", op)
+        else:
+            found = {"medium": "bf16"}.get(torch.get_float32_matmul_precision(), "ieee")
+        return found if found in ("tf32", "bf16") else "ieee"
     if HAS_TREE:
         return "tf32" if _get("cuda", op) == "tf32" else "ieee"
     allowed = _C._get_cublas_allow_tf32() if op == "matmul" else _C._get_cudnn_allow_tf32()
@@ -408,7 +580,7 @@ def set_tf32(on: bool, model: torch.nn.Module | None = None) -> None:
     """
     if model is not None:
         refuse_fp64(model, "TF32")
-    with _LOCK:
+    with _exclusive():
         if not HAS_TREE:
             _C._set_cublas_allow_tf32(on)
             _C._set_cudnn_allow_tf32(on)
@@ -441,8 +613,13 @@ def fp32_behaviour(device: str | torch.device, n: int = 64) -> dict[str, float]:
     """What float32 arithmetic does on ``device``: max eta of a matrix product and a convolution.
 
     eta = |y - y64| / sum|a||b| over all cells, reduction length ``n``. IEEE float32 stays below 1e-6, TF32 is
-    above 1e-5 (operands with 10 mantissa bits). Keys 'matmul' and 'conv'.
+    above 1e-5 (operands with 10 mantissa bits), whatever autocast or policy surrounds the call. Keys 'matmul' and 'conv'.
     """
+    with undisturbed():
+        return _fp32_behaviour(device, n)
+
+
+def _fp32_behaviour(device: str | torch.device, n: int) -> dict[str, float]:
     gen = torch.Generator().manual_seed(20)
     a = torch.randn(256, n, generator=gen).to(device)
     b = torch.randn(n, 256, generator=gen).to(device)

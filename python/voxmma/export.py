@@ -58,6 +58,7 @@ from voxmma.policy import (
     as_policy,
     is_sparse_conv,
     kind_of,
+    refuse_narrow_state,
     set_sparse_layer,
 )
 from voxmma.tiles import plan_call
@@ -85,16 +86,16 @@ def round_tf32(x: Tensor) -> Tensor:
 
 
 #: What cuBLAS may do to the sums of 16-bit products, and PyTorch's attention on top of it: nothing.
-_SUMS = {
+_SHORT_SUMS = {
     "cuda.matmul.allow_fp16_reduced_precision_reduction": False,
     "cuda.matmul.allow_bf16_reduced_precision_reduction": False,
     "cuda.matmul.allow_fp16_accumulation": False,
-    "cpu.allow_fp16_reduced_precision_reduction": False,
     "sdp.math_allow_fp16_bf16_reduction": False,
 }
 #: Beside them, what would have another algorithm compute the same: PyTorch's defaults, and no choice by time.
 _FROZEN_FLAGS = {
-    **_SUMS,
+    **_SHORT_SUMS,
+    "cpu.allow_fp16_reduced_precision_reduction": False,
     "cudnn.enabled": True,
     "cudnn.benchmark": False,
     "sdp.flash": True,
@@ -679,7 +680,8 @@ def compile_model(
     policy = as_policy(policy)
     torchflags.refuse_fp64(module, f"policy {policy}")
     module = copy.deepcopy(module).eval().requires_grad_(False)
-    for layer in module.modules():
+    for name, layer in module.named_modules():
+        refuse_narrow_state(name, layer, policy)
         if is_sparse_conv(layer):  # traced in float32 like the rest; the graph pass puts the policy on them
             set_sparse_layer(layer, PrecisionPolicy.always_f32)
     precision = "tf32" if policy.tf32 else "ieee"
@@ -753,6 +755,18 @@ def _with_package(artefact: Artefact, wanted: bool | None) -> Artefact:
     return Artefact(program, {**artefact.metadata, "aot": {"missing": reason}}, example, reason=reason)
 
 
+def _refuse_damage(path: str | Path) -> None:
+    """Raises ArtefactError for a file that is no whole archive: cut, or with other bytes than written."""
+    with open(path, "rb") as file:  # OSError for a file that cannot be read at all
+        try:
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()
+        except Exception as error:
+            raise ArtefactError(f"{path} is no artefact, or was cut: {error}") from None
+    if damaged is not None:
+        raise ArtefactError(f"{path} is damaged: {damaged}")
+
+
 def load(path: str | Path, check: bool = True, engine: str | None = None) -> Artefact:
     """Reads an artefact. Touches no process-wide state.
 
@@ -762,13 +776,18 @@ def load(path: str | Path, check: bool = True, engine: str | None = None) -> Art
         engine: 'export' for the graph; 'aot' for the compiled package, an error where there is none that fits
             this machine; None: the package where there is one, else the graph, and the log says why.
 
-    Raises ArtefactError for a file that is no artefact of this format, whose weights are not those that were
-    frozen, or whose numbers are off on this machine.
+    Raises OSError for a file that cannot be read, ArtefactError for one that is no artefact of this format or
+    was cut, whose weights are not those that were frozen, or whose numbers are off on this machine.
     """
     if engine not in (None, "export", "aot"):
         raise ValueError(f"engine is 'export', 'aot' or None, not {engine!r}")
+    _refuse_damage(path)
     extra = dict.fromkeys(_EXTRA, "")
-    program = torch.export.load(str(path), extra_files=extra)
+    try:
+        program = torch.export.load(str(path), extra_files=extra)
+    except Exception as error:  # a whole archive, but of something else
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise ArtefactError(f"{path} is no artefact: {type(error).__name__}: {first}") from None
     if not all(extra.values()):
         raise ArtefactError(f"{path} was not written by voxmma compile")
     metadata = json.loads(extra[_EXTRA[0]])

@@ -14,9 +14,8 @@ fp32 operands to the nearest TF32 number first, as a single-pass TF32 tile does.
 distinct, so no order of addition is left to chance: results are equal from run to run. Pooling adds in the
 order of the offsets, as on a GPU, and with the same rounding: its results are equal on both devices.
 
-What the process is set to does not reach them: products in fp32 are IEEE fp32 under
-`torch.set_float32_matmul_precision("medium")` and mkldnn's bf16 too, and neither autocast nor a policy casts in
-here.
+What the process is set to does not reach them: products in fp32 are IEEE fp32, under mkldnn's bf16 and
+`torch.set_float32_matmul_precision("medium")` too, and neither autocast nor a policy casts in here.
 """
 
 from __future__ import annotations
@@ -319,7 +318,7 @@ def _segment_argmax_cpu(x: Tensor, candidates: Tensor | None, rows: Tensor, star
 
 
 def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` apart from the process around it: no autocast, no torch function mode, IEEE fp32 products."""
+    """`function` apart from the process around it: no autocast, no function mode, IEEE fp32 products."""
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -329,7 +328,7 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-for _name, _function in {
+_CPU: dict[str, Callable[..., Any]] = {
     "conv": _conv_cpu,
     "conv_wgrad": _conv_wgrad_cpu,
     "pool_sum": _pool_sum_cpu,
@@ -339,7 +338,8 @@ for _name, _function in {
     "neighbor_counts": _neighbor_counts_cpu,
     "segment_sum": _segment_sum_cpu,
     "segment_argmax": _segment_argmax_cpu,
-}.items():
+}
+for _name, _function in _CPU.items():
     _LIBRARY.impl(_name, _apart(_function), "CPU")
 
 

@@ -146,7 +146,7 @@ def _observe(model: nn.Module, layers: Mapping[str, Any], batch: Any) -> dict[st
     try:
         _run(model, batch)
     finally:
-        listener.close()
+        listener.remove()
     return calls
 
 

@@ -1036,6 +1036,25 @@ def set_sparse_layer(
     return f"accumulator {spec.accumulator_name}"
 
 
+def refuse_narrow_state(name: str, part: nn.Module, policy: PrecisionPolicy) -> None:
+    """Raises PolicyError for a layer of 16-bit state that PyTorch's kernels do not take under ``policy``.
+
+    Norms with running statistics and recurrent layers want their state in float32 or in the dtype of their
+    input, which the policy decides.
+    """
+    if not isinstance(part, nn.modules.batchnorm._NormBase | nn.RNNBase):
+        return
+    dtype = policy.precision_for(kind_of(part)).dtype
+    own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+    wrong = {t.dtype for t in own if t.dtype in (torch.float16, torch.bfloat16)} - {dtype}
+    if wrong:
+        found = ", ".join(str(t).removeprefix("torch.") for t in sorted(wrong, key=str))
+        raise PolicyError(
+            f"{name or 'the module'} ({type(part).__name__}) holds {found} tensors, but its operands are "
+            f"{str(dtype).removeprefix('torch.')} under {policy}: call .float() on the model, or on this layer"
+        )
+
+
 def _reset_sparse_layer(layer: nn.Module) -> None:
     """What the layer was set to before `set_sparse_layer`; the layer itself knows, copies of it too."""
     vars(layer).update(vars(layer).pop("_without_policy", {}))
@@ -1044,8 +1063,8 @@ def _reset_sparse_layer(layer: nn.Module) -> None:
 def applied(module: nn.Module) -> AppliedPolicy | None:
     """The handle of the policy on a copy of a module that is under one; None where there is no policy.
 
-    Copies (deepcopy, pickle, an EMA) keep the policy: casts, and settings of sparse layers. The process's TF32
-    switches stay with the handle that `apply_policy` returned. ``revert`` makes the copy a plain model.
+    Copies (deepcopy, pickle, an EMA) keep the policy: casts, and settings of sparse layers. The TF32 switches
+    of the process stay with the handle that `apply_policy` returned. ``revert`` makes the copy a plain model.
     """
     parts = [(part, found) for part in module.modules() if (found := _on_module(part)) is not None]
     if not parts:
@@ -1078,9 +1097,10 @@ def apply_policy(
         policy: a policy, its name or its record.
         overrides: policies of parts, by module name with shell wildcards (``{"head*": "always_f32"}``).
 
-    Raises TypeError for a module with float64 tensors, PolicyError for a policy the layers cannot follow or
-    overrides that differ in TF32 (which is process-wide), KeyError for an override that matches nothing,
-    RuntimeError when a policy is already applied to the module or a part of it.
+    Raises TypeError for a module with float64 tensors, PolicyError for a policy the layers cannot follow (a
+    norm of 16-bit state in another precision among them) or overrides that differ in TF32 (process-wide),
+    KeyError for an override that matches nothing, RuntimeError when a policy is already applied to the module
+    or a part of it.
     """
     policy = as_policy(policy)
     torchflags.refuse_fp64(module, f"policy {policy}")
@@ -1098,6 +1118,11 @@ def apply_policy(
             raise KeyError(f"no part of the module is called {pattern!r}")
         owners.update(dict.fromkeys(hits, own))
 
+    def policy_of(name: str) -> PrecisionPolicy:
+        return owners[max((o for o in owners if o in ("", name) or name.startswith(o + ".")), key=len)]
+
+    for name, part in module.named_modules():
+        refuse_narrow_state(name, part, policy_of(name))
     applied = activate(policy, switches_only=True)
     try:
         for name, own in owners.items():
@@ -1107,7 +1132,7 @@ def apply_policy(
             applied._undo.callback(on_module.remove, part)
             applied._counters.append(on_module)
         for name, part in module.named_modules():
-            own = owners[max((o for o in owners if o in ("", name) or name.startswith(o + ".")), key=len)]
+            own = policy_of(name)
             kind = kind_of(part)
             if kind is None and any(True for _ in part.children()):
                 continue

@@ -185,7 +185,7 @@ def _compose() -> None:
 
 
 def _assign(values: Mapping[str, Any]) -> None:
-    """Values where they take effect: in the last scope that has them, else in what was set. Under the lock."""
+    """Values where they take effect: in the last scope that has them, else in `_base`. Under the lock."""
     global _base
     for name, value in values.items():
         owner = next((scope for scope in reversed(_scopes) if name in scope), None)

@@ -10,8 +10,8 @@ against fp64 on the very operands the kernel read, held to the worst-case bound 
 (accuracy.bound). Such a call waits for the device; the others cost a counter. On a breach the layer is set to
 fp32 accumulators, which an explicit False makes final, with one warning and an entry in `breaches`.
 
-A model may run in several threads at once. A copy of a watched model (deepcopy, pickle, an EMA) is not watched:
-`verify` it, too.
+A model may run in several threads at once. A copy of a watched model (deepcopy, pickle, an EMA) is a plain
+one: `verify` it, too.
 """
 
 from __future__ import annotations
@@ -60,72 +60,68 @@ def _no_hook() -> Callable[..., None]:
     return no_hook
 
 
-class _Running(threading.local):
-    """Layers whose forward has begun in this thread, by who listens and name, the innermost last."""
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[Listener, str]] = []
-
-
-_running = _Running()
-
-
 class Listener:
-    """Shows an observer every finished call of some layers, from now until `close`. Keeps no layer alive."""
+    """Shows an observer every finished call of some layers, from now until `remove`. Keeps no layer alive."""
 
     def __init__(self, layers: Mapping[str, nn.Module], observer: Observer) -> None:
-        global _listeners
-        self.layers = WeakValueDictionary(layers)
+        global _observers
+        self._layers = WeakValueDictionary(layers)
         self._observer = observer
+        self._own = threading.local()
         self._hooks = []
         for name, layer in layers.items():
-            enter, leave = partial(self._enter, name), partial(self._leave, name)
-            self._hooks.append(layer.register_forward_pre_hook(Hook(enter)))
-            self._hooks.append(layer.register_forward_hook(Hook(leave), always_call=True))
+            enter, leave = Hook(partial(self._enter, name)), Hook(partial(self._leave, name))
+            self._hooks.append(layer.register_forward_pre_hook(enter))
+            self._hooks.append(layer.register_forward_hook(leave, always_call=True))
         with _lock:
-            _listeners = (*_listeners, self)
+            _observers = (*_observers, self)
+
+    @property
+    def _running(self) -> list[str]:
+        """Layers whose forward has begun in this thread, the innermost last."""
+        names: list[str] = self._own.__dict__.setdefault("names", [])
+        return names
 
     def _enter(self, name: str, module: nn.Module, inputs: object) -> None:
         if not torch.compiler.is_compiling():
-            _running.layers.append((self, name))
+            self._running.append(name)
 
     def _leave(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
         if not torch.compiler.is_compiling():
-            running, mine = _running.layers, (self, name)
-            while mine in running and running.pop() != mine:  # those above it failed to leave
+            running = self._running
+            while name in running and running.pop() != name:  # those above it failed to leave
                 pass
 
     def hear(self, *call: Any) -> None:
         """Shows a call that has finished in this thread, if one of these layers made it."""
-        name = next((name for owner, name in reversed(_running.layers) if owner is self), None)
-        if name is not None:
-            self._observer(name, *call)
+        if self._running:
+            self._observer(self._running[-1], *call)
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Shows no further call. Those under way in other threads may still be shown."""
-        global _listeners
+        global _observers
         with _lock:
-            _listeners = tuple(listener for listener in _listeners if listener is not self)
+            _observers = tuple(observer for observer in _observers if observer is not self)
         for hook in self._hooks:
             hook.remove()
 
 
-_listeners: tuple[Listener, ...] = ()
+_observers: tuple[Listener, ...] = ()
 _lock = threading.Lock()
 
 
 def observed() -> bool:
     """Whether anybody looks at finished calls."""
-    return bool(_listeners)
+    return bool(_observers)
 
 
 def observe(
     x: Tensor, weight: Tensor, bias: Tensor | None, mapping: KernelMap, y: Tensor, record: Record
 ) -> None:
     """Shows a finished call to who listens; convolution functions call it once. Compiled calls do not."""
-    if _listeners and not torch.compiler.is_compiling() and _running.layers:
-        for listener in _listeners:
-            listener.hear(x.detach(), weight.detach(), bias, mapping, y.detach(), record)
+    if _observers and not torch.compiler.is_compiling():
+        for observer in _observers:
+            observer.hear(x.detach(), weight.detach(), bias, mapping, y.detach(), record)
 
 
 def limit(x: Tensor, weight: Tensor, record: Record, biased: bool = False) -> accuracy.Bound:
@@ -225,7 +221,7 @@ def _check(
     return accuracy.errors(got, y64, abs64, bound.floor), bound
 
 
-class Watch:
+class Watch(Listener):
     """What `verify` returns: counters, breaches, and `remove()`."""
 
     def __init__(self, layers: dict[str, Any], every: int, rows: int, seed: int) -> None:
@@ -235,7 +231,7 @@ class Watch:
         self._every, self._rows = every, rows
         self._generator = torch.Generator().manual_seed(seed)
         self._lock = threading.Lock()  # the layers may run in several threads
-        self._listener = Listener(layers, self._observe)
+        super().__init__(layers, self._observe)
 
     def _observe(
         self,
@@ -263,7 +259,7 @@ class Watch:
         with self._lock:
             first = not any(found.layer == breach.layer for found in self.breaches)
             self.breaches.append(breach)
-        layer: Any = self._listener.layers.get(breach.layer)
+        layer: Any = self._layers.get(breach.layer)
         if layer is not None:
             layer.use_fp16_accum, layer.accumulator = False, None
         if first:
@@ -271,7 +267,7 @@ class Watch:
 
     def remove(self) -> None:
         """Stops watching. Layers that were demoted stay so."""
-        self._listener.close()
+        super().remove()
 
 
 def sparse_layers(model: nn.Module) -> dict[str, Any]:

@@ -42,6 +42,7 @@ __all__ = [
     "Flags",
     "FlagsError",
     "Hold",
+    "can_be",
     "effective_fp32_precision",
     "fp32_behaviour",
     "get_flag",
@@ -112,9 +113,15 @@ class Flags:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Flags:
-        """Rebuilds what `to_json` wrote. Raises ValueError for a missing or an unknown part."""
+        """Rebuilds what `to_json` wrote. Raises ValueError for a missing, an unknown or a damaged part."""
         if not isinstance(data, dict) or set(data) != {"tree", "legacy", "plain"}:
             raise ValueError("a flags record has exactly the parts 'tree', 'legacy' and 'plain'")
+        for part, values in data.items():
+            if not isinstance(values, dict):
+                raise ValueError(f"{part} of a flags record is no dictionary")
+            for name, value in values.items():
+                if not can_be(part, name, value):
+                    raise ValueError(f"{part} of a flags record has {name} = {value!r}")
         return cls(tree=dict(data["tree"]), legacy=dict(data["legacy"]), plain=dict(data["plain"]))
 
     def differences(self, found: Flags) -> list[Difference]:
@@ -128,6 +135,20 @@ class Flags:
                 if a != b:
                     out.append(Difference(name if part != "tree" else f"fp32_precision[{name}]", a, b))
         return out
+
+
+def can_be(part: str, name: str, value: Any) -> bool:
+    """Whether a switch can have that value; of switches that this PyTorch does not have, anything."""
+    if part == "tree":
+        return value in ("none", "default", "ieee", "tf32", "bf16")
+    if name == "float32_matmul_precision":
+        return value in ("highest", "high", "medium")
+    if name == "cudnn_allow_tf32":
+        return isinstance(value, bool)
+    now = get_flag(name)
+    if isinstance(now, list):
+        return isinstance(value, list) and list(map(type, value)) == list(map(type, now))
+    return now is None or type(value) is type(now)
 
 
 # ---------------------------------------------------------------- independent switches
@@ -613,7 +634,8 @@ def fp32_behaviour(device: str | torch.device, n: int = 64) -> dict[str, float]:
     """What float32 arithmetic does on ``device``: max eta of a matrix product and a convolution.
 
     eta = |y - y64| / sum|a||b| over all cells, reduction length ``n``. IEEE float32 stays below 1e-6, TF32 is
-    above 1e-5 (operands with 10 mantissa bits), whatever autocast or policy surrounds the call. Keys 'matmul' and 'conv'.
+    above 1e-5 (operands with 10 mantissa bits), whatever autocast or policy surrounds the call. Keys 'matmul'
+    and 'conv'.
     """
     with undisturbed():
         return _fp32_behaviour(device, n)

@@ -85,17 +85,9 @@ def round_tf32(x: Tensor) -> Tensor:
     return torch.where(torch.isfinite(x), rounded, x)
 
 
-#: What cuBLAS may do to the sums of 16-bit products, and PyTorch's attention on top of it: nothing.
-_SHORT_SUMS = {
-    "cuda.matmul.allow_fp16_reduced_precision_reduction": False,
-    "cuda.matmul.allow_bf16_reduced_precision_reduction": False,
-    "cuda.matmul.allow_fp16_accumulation": False,
-    "sdp.math_allow_fp16_bf16_reduction": False,
-}
-#: Beside them, what would have another algorithm compute the same: PyTorch's defaults, and no choice by time.
+#: Sums of 16-bit products in float32; for the choice of algorithms PyTorch's defaults, and none by time.
 _FROZEN_FLAGS = {
-    **_SHORT_SUMS,
-    "cpu.allow_fp16_reduced_precision_reduction": False,
+    **dict.fromkeys(torchflags.SHORT_SUMS, False),
     "cudnn.enabled": True,
     "cudnn.benchmark": False,
     "sdp.flash": True,

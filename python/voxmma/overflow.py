@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from voxmma import torchflags
 from voxmma.accuracy import FORMATS
 from voxmma.audit import leave
 from voxmma.tiles import chunk_of, select_tile
@@ -43,6 +44,7 @@ def _grouped(weight: Tensor) -> Tensor:
     return weight if weight.dim() == 4 else weight.unsqueeze(1)
 
 
+@torchflags.undisturbed()
 def overflow_bound(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Tensor:
     """Upper bound of every partial sum of an accumulator: absmax(a) x largest column sum of |weight|.
 
@@ -129,6 +131,7 @@ class Fp16Operands:
         return y / self.a_factor / self.w_factor
 
 
+@torchflags.undisturbed()
 def fp16_operands(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Fp16Operands:
     """bf16 (or fp32, fp16) operands as fp16 under power-of-two factors whose overflow bound fits.
 
@@ -257,6 +260,7 @@ def _wide_tile(c_in: int, c_out: int, groups: int, device: torch.device) -> str:
     return select_tile("dgrad", torch.bfloat16, "fp32", c_in, c_out, groups, device).name
 
 
+@torchflags.undisturbed()
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     own, own_t, _, symmetric, transpose, accumulator, tile, dgrad_tile, wgrad_tile, _ = ctx.rest

@@ -946,9 +946,13 @@ class AppliedPolicy:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def _set_fp32_switches(tf32: bool, undo: contextlib.ExitStack) -> None:
-    """Sets PyTorch's and this library's float32 precision; ``undo`` gets what puts both back exactly."""
-    hold = torchflags.Hold()
+def _set_switches(policy: PrecisionPolicy, undo: contextlib.ExitStack) -> None:
+    """Sets PyTorch's switches and this library's float32 precision as Compute says; ``undo`` puts them back.
+
+    float32 or TF32: which of the two, on a CPU, too. 16 bits with float32 sums: no sums in 16 bits.
+    """
+    wide = not policy.forward.input.is_half
+    hold = torchflags.Hold(("tree", "legacy") if wide else torchflags.SHORT_SUMS)
 
     def put_back() -> None:
         left = hold.release()
@@ -959,8 +963,13 @@ def _set_fp32_switches(tf32: bool, undo: contextlib.ExitStack) -> None:
             warnings.warn(text + " (the same precision, but PyTorch cannot write it back)", stacklevel=2)
 
     undo.callback(put_back)
-    torchflags.set_tf32(tf32)
-    undo.callback(settings.begin(fp32_precision="tf32" if tf32 else "ieee"))
+    if not wide:
+        if policy.forward.accumulator is Precision.F32:
+            torchflags.forbid_short_sums()
+        return
+    torchflags.set_cpu_fp32(policy.tf32)
+    torchflags.set_tf32(policy.tf32)
+    undo.callback(settings.begin(fp32_precision="tf32" if policy.tf32 else "ieee"))
 
 
 def _end_mode(mode: _PolicyMode, thread: int) -> None:
@@ -982,15 +991,15 @@ def _not_while_compiling() -> None:
 def activate(policy: PrecisionPolicy, switches_only: bool = False) -> AppliedPolicy:
     """What ``with policy:`` does, until `AppliedPolicy.revert`.
 
-    Switches are set when Compute is f32 (TF32 off) or tf32 (on), and left alone when it is f16 or bf16.
+    Compute in f32 has TF32 (on a CPU bf16, too) off, tf32 has it on; f16 and bf16 leave those switches alone,
+    but with f32 accumulators have PyTorch's libraries add up in float32.
 
-    The float32 switches and this library's accumulator setting are process-wide, the casts belong to this
-    thread. ``switches_only`` leaves it at the float32 switches.
+    The switches and this library's accumulator setting are process-wide, the casts belong to this
+    thread. ``switches_only`` leaves it at the switches.
     """
     applied = AppliedPolicy(policy)
     with contextlib.ExitStack() as stack:
-        if not policy.forward.input.is_half:
-            _set_fp32_switches(policy.tf32, stack)
+        _set_switches(policy, stack)
         if not switches_only:
             # A promoted sum can only be asked of a layer; without one the more exact fp32 sum runs.
             stack.callback(settings.begin(fp16_accum=policy.forward.accumulator_name == "fp16"))
@@ -1051,7 +1060,7 @@ def refuse_narrow_state(name: str, part: nn.Module, policy: PrecisionPolicy) -> 
         found = ", ".join(str(t).removeprefix("torch.") for t in sorted(wrong, key=str))
         raise PolicyError(
             f"{name or 'the module'} ({type(part).__name__}) holds {found} tensors, but its operands are "
-            f"{str(dtype).removeprefix('torch.')} under {policy}: call .float() on the model, or on this layer"
+            f"{str(dtype).removeprefix('torch.')} under {policy}: call .float() on the model or this layer"
         )
 
 

@@ -63,6 +63,7 @@ def fp16_rate_ratio(device: torch.device) -> tuple[float | None, str]:
         return None, str(error)
 
 
+@torchflags.undisturbed()
 def collect(device: torch.device | None = None) -> dict[str, Any]:
     """Facts about machine and process, as JSON types; measures on ``device`` (default: GPU 0, else CPU)."""
     if device is None:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from voxmma import _C
+from voxmma import _C, torchflags
 
 #: What may decide the accumulator of a call, strongest first.
 LEVELS = ("module", "runtime", "environment", "inference_mode", "default")
@@ -343,11 +343,7 @@ def set_fp32_precision(value: str | None) -> None:
 
 @torch.compiler.assume_constant_result
 def _torch_fp32_precision() -> str:  # torch.compile guards on torch's TF32 state by itself
-    matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)  # torch >= 2.9
-    if precision is None:
-        return "tf32" if matmul.allow_tf32 else "ieee"
-    return "tf32" if precision == "tf32" else "ieee"
+    return torchflags.process_fp32_precision()
 
 
 def get_fp32_precision() -> str:

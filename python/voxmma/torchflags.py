@@ -44,12 +44,15 @@ __all__ = [
     "Hold",
     "can_be",
     "effective_fp32_precision",
+    "forbid_short_sums",
     "fp32_behaviour",
     "get_flag",
     "pinned",
     "preserved",
+    "process_fp32_precision",
     "refuse_fp64",
     "restore",
+    "set_cpu_fp32",
     "set_flag",
     "set_tf32",
     "snapshot",
@@ -238,6 +241,25 @@ def set_flag(name: str, value: Any) -> None:
             raise FlagsError(f"{name} was set to {value!r} but reads {get()!r}")
 
 
+#: What PyTorch's libraries may do to the sums of 16-bit products: add them up in 16 bits.
+SHORT_SUMS = (
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_accumulation",
+    "cpu.allow_fp16_reduced_precision_reduction",
+    "sdp.math_allow_fp16_bf16_reduction",
+)
+
+
+def forbid_short_sums() -> None:
+    """Sums of 16-bit products in float32, by every switch that this PyTorch has."""
+    for name in SHORT_SUMS:
+        now = get_flag(name)
+        wanted = [False, *now[1:]] if isinstance(now, list) else False
+        if now not in (None, wanted):
+            set_flag(name, wanted)
+
+
 # ---------------------------------------------------------------- the fp32_precision tree
 def _get(backend: str, op: str) -> str:
     value: str = _C._get_fp32_precision_getter(backend, op)
@@ -344,14 +366,17 @@ def restore(flags: Flags, parts: tuple[str, ...] = ("tree", "legacy", "plain")) 
 
     Args:
         flags: what `snapshot` returned.
-        parts: which parts of it; the others are left as they are now and not compared.
+        parts: which parts of it, or names of independent switches; the others are left as they are now and
+            not compared.
 
     Returns what could not be put back: empty when the state is exactly as it was. It never raises for a
     difference, so that a caller in a ``finally`` block can decide.
     """
     with _exclusive():
         now = snapshot()
-        flags = Flags(**{part: getattr(flags if part in parts else now, part) for part in now.to_json()})
+        wanted_parts = {part: getattr(flags if part in parts else now, part) for part in now.to_json()}
+        named = {name: value for name, value in flags.plain.items() if name in parts}
+        flags = Flags(**{**wanted_parts, "plain": {**wanted_parts["plain"], **named}})
         if now == flags:
             return []
         for name, value in flags.plain.items():
@@ -374,16 +399,20 @@ def restore(flags: Flags, parts: tuple[str, ...] = ("tree", "legacy", "plain")) 
 
 
 class Hold:
-    """A scope of the switches: `release` puts the given parts of `Flags` back as they were when it was made.
+    """A scope of the switches: `release` puts parts of them back as they were when it was made.
 
     Holds end in any order and in any thread: one that ends before a later one leaves what it found to that
     one, so that the last to end puts back what the first found.
+
+    Args:
+        parts: as `restore` takes them.
     """
 
     def __init__(self, parts: tuple[str, ...] = ("tree", "legacy")) -> None:
         with _exclusive():
             self.found = snapshot()
-            self._parts = parts
+            plain = self.found.plain if "plain" in parts else ()
+            self._parts = {*parts, *plain} - {"plain"}
             _holds.append(self)
 
     def release(self) -> list[Difference]:
@@ -398,8 +427,10 @@ class Hold:
                 heir = next((hold for hold in later if part in hold._parts), None)
                 if heir is None:
                     mine.append(part)
-                else:
+                elif part in ("tree", "legacy"):
                     heir.found = replace(heir.found, **{part: getattr(self.found, part)})
+                elif part in self.found.plain:
+                    heir.found.plain[part] = self.found.plain[part]
             return restore(self.found, tuple(mine)) if mine else []
 
 
@@ -433,6 +464,7 @@ class _Launches:
     def __init__(self) -> None:
         self.count = 0
         self.wanted: Any = None
+        self.found: str | None = None  # fp32 precision of CUDA's products where it is held at another one
         self.undo = contextlib.ExitStack()
 
 
@@ -490,6 +522,7 @@ def pinned(
                 try:
                     _launches.undo.close()
                 finally:
+                    _launches.found = None
                     _IDLE.notify_all()
 
 
@@ -506,6 +539,7 @@ def _change(precision: str, device_type: str, plain: Mapping[str, Any], undo: co
     if device_type == "cuda":
         if any(effective_fp32_precision(op) != precision for op in ("matmul", "conv")):
             undo.callback(restore, snapshot(), ("tree", "legacy"))
+            _launches.found = effective_fp32_precision("matmul")
             set_tf32(precision == "tf32")
     elif not HAS_TREE:
         if torch.get_float32_matmul_precision() != "highest":
@@ -568,9 +602,15 @@ def effective_fp32_precision(op: str, device_type: str = "cuda") -> str:
     return "tf32" if allowed else "ieee"
 
 
+def process_fp32_precision() -> str:
+    """What the process says of float32 products on CUDA, whatever a launch holds meanwhile (`pinned`)."""
+    with _LOCK:
+        return _launches.found or effective_fp32_precision("matmul")
+
+
 def tf32_allowed() -> bool:
     """The global TF32 setting: whether float32 matrix products on CUDA may use TF32 (off unless set)."""
-    return effective_fp32_precision("matmul") == "tf32"
+    return process_fp32_precision() == "tf32"
 
 
 def refuse_fp64(model: Any, what: str) -> None:
@@ -628,6 +668,21 @@ def set_tf32(on: bool, model: torch.nn.Module | None = None) -> None:
         ]
         if wrong:
             raise FlagsError(f"TF32 {'on' if on else 'off'} did not take for {', '.join(wrong)}")
+
+
+def set_cpu_fp32(tf32: bool) -> None:
+    """Makes float32 products on the CPU IEEE float32, or at most TF32, where the process allows less.
+
+    Before torch 2.9 that is `torch.set_float32_matmul_precision`, which is CUDA's, too.
+    """
+    with _exclusive():
+        allowed = ("ieee", "tf32") if tf32 else ("ieee",)
+        low = [op for op in ("matmul", "conv", "rnn") if effective_fp32_precision(op, "cpu") not in allowed]
+        if low and not HAS_TREE:
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        elif low:
+            for op in low:
+                _set("mkldnn", op, "ieee")
 
 
 def fp32_behaviour(device: str | torch.device, n: int = 64) -> dict[str, float]:

@@ -27,6 +27,7 @@ import operator
 import threading
 import types
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -1132,7 +1133,9 @@ def apply_policy(
 
     for name, part in module.named_modules():
         refuse_narrow_state(name, part, policy_of(name))
-    applied = activate(policy, switches_only=True)
+    applied, switches = AppliedPolicy(policy), activate(policy, switches_only=True)
+    applied._undo.callback(switches.revert)
+    weakref.finalize(module, switches.revert).atexit = False  # nobody can revert a policy on what is gone
     try:
         for name, own in owners.items():
             part = module.get_submodule(name)

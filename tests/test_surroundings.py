@@ -38,7 +38,7 @@ def voxels(channels: int = 64, device: torch.device | str = "cpu", n: int = 400)
     return voxmma.Voxels(random_coords(n, 9).to(device), feats.to(device))
 
 
-# ---------------------------------------------------------------- item 11: precision
+# ---------------------------------------------------------------- precision
 def _bf16_on_cpu() -> None:
     if torchflags.HAS_TREE:
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
@@ -80,7 +80,7 @@ AROUND = [*SWITCHES, "autocast", "override", "always_f16", "auto_mixed_bf16", "t
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("name", SWITCHES)
-def test_fault_ieee_layers_give_the_same_bits_under_every_switch(
+def test_fault_31_ieee_layers_give_the_same_bits_under_every_switch(
     name: str, groups: int, device: torch.device
 ) -> None:
     """Forward and both gradients, against fp64 and against the bits without the switch."""
@@ -162,7 +162,7 @@ def artefacts(request: pytest.FixtureRequest) -> list[tuple[Any, Any, Any]]:
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_fault_a_frozen_artefact_gives_the_same_bits_wherever_it_is_called(
+def test_fault_31_a_frozen_artefact_gives_the_same_bits_wherever_it_is_called(
     name: str, artefacts: list[tuple[Any, Any, Any]]
 ) -> None:
     for artefact, x, expected in artefacts:
@@ -213,7 +213,14 @@ def test_a_policy_of_16_bits_adds_up_in_float32() -> None:
         assert torchflags.get_flag(name)[0] is True
 
 
-# ---------------------------------------------------------------- item 12: order and threads
+def test_a_model_copied_inside_a_policy_block_keeps_its_dtype() -> None:
+    model = nn.Linear(4, 4)
+    with PrecisionPolicy.auto_mixed:
+        twin = copy.deepcopy(model)
+    assert twin.weight.dtype == torch.float32 and torch.equal(twin.weight, model.weight)
+
+
+# ---------------------------------------------------------------- order and threads
 def _state() -> tuple[Any, ...]:
     return (
         settings.snapshot(),
@@ -253,7 +260,7 @@ KINDS = ("override", "override off", "block", "active", "applied", "schedule", "
 
 
 @pytest.mark.parametrize("kinds", list(itertools.combinations(KINDS, 3)), ids="-".join)
-def test_fault_scopes_end_in_any_order(kinds: tuple[str, ...]) -> None:
+def test_fault_32_scopes_end_in_any_order(kinds: tuple[str, ...]) -> None:
     before = _state()
     for order in itertools.permutations(range(3)):
         ends = [_begin(kind) for kind in kinds]
@@ -288,7 +295,7 @@ def test_an_ended_scope_has_no_say_and_an_open_one_has() -> None:
 
 
 @pytest.mark.parametrize("kind", ["override", "active", "applied", "block", "preserved"])
-def test_fault_overlapping_threads_leave_what_was_there(kind: str) -> None:
+def test_fault_32_overlapping_threads_leave_what_was_there(kind: str) -> None:
     before, failures = _state(), []
     barrier = threading.Barrier(4)
 
@@ -401,7 +408,7 @@ def test_audits_and_guards_end_in_any_order() -> None:
     assert [len(log) for log in logs] == [0, 1] and logs[1][0].layer
 
 
-# ---------------------------------------------------------------- item 13: copies
+# ---------------------------------------------------------------- copies
 def _net() -> nn.Module:
     return vnn.Sequential(vnn.SparseConv3d(8, 8, 3), vnn.ReLU(), vnn.SparseConv3d(8, 8, 3))
 
@@ -441,7 +448,7 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_fault_a_copy_of_a_watched_model_is_a_plain_model(how: str) -> None:
+def test_fault_33_a_copy_of_a_watched_model_is_a_plain_model(how: str) -> None:
     model, x = _net(), voxels(8)
     watch = shadow.verify(model, every=1)
     expected = model(x).feats
@@ -457,7 +464,7 @@ def test_fault_a_copy_of_a_watched_model_is_a_plain_model(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_fault_a_copy_of_a_model_under_a_policy_has_a_handle(how: str) -> None:
+def test_fault_33_a_copy_of_a_model_under_a_policy_has_a_handle(how: str) -> None:
     model, x = _net(), voxels(8)
     plain = model(x).feats
     policy = apply_policy(model, "auto_mixed")
@@ -514,7 +521,7 @@ HALVES = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("policy", ["always_f32", "always_f16", "auto_mixed", "auto_mixed_bf16"])
 @pytest.mark.parametrize("name", HALVES)
-def test_fault_a_half_model_runs_under_a_policy_or_is_refused_at_once(
+def test_fault_34_a_half_model_runs_under_a_policy_or_is_refused_at_once(
     name: str, policy: str, dtype: torch.dtype
 ) -> None:
     model, before = HALVES[name]().to(dtype), _state()
@@ -529,8 +536,8 @@ def test_fault_a_half_model_runs_under_a_policy_or_is_refused_at_once(
         assert y.dtype == torch.float32 and bool(y.isfinite().all())
 
 
-# ---------------------------------------------------------------- item 6: one model, several threads
-def test_fault_threads_on_one_watched_model_do_not_mix() -> None:
+# ---------------------------------------------------------------- one model, several threads
+def test_fault_35_threads_on_one_watched_model_do_not_mix() -> None:
     model = nn.ModuleDict({f"m{i}": vnn.SparseConv3d(8, 8, 3) for i in range(4)})
     watch = shadow.verify(model, every=3)
     guard, failures = voxmma.OverflowGuard("cpu"), []
@@ -592,9 +599,9 @@ def test_a_guard_counts_the_inexact_rescales_of_its_own_thread_only() -> None:
     assert not failures and counts == {"spread": 20, "flat": 0}
 
 
-# ---------------------------------------------------------------- item 22: report, cut files
+# ---------------------------------------------------------------- report, cut files
 @pytest.mark.parametrize("name", ["medium", "mkldnn", "autocast", "auto_mixed_bf16"])
-def test_fault_report_raises_no_false_alarm(name: str) -> None:
+def test_fault_36_report_raises_no_false_alarm(name: str) -> None:
     with surrounded(name):
         found = report.collect(torch.device("cpu"))
         assert report.contradictions(found) == []
@@ -608,7 +615,9 @@ def test_fault_report_raises_no_false_alarm(name: str) -> None:
     assert len(report.contradictions(found)) == 2
 
 
-def test_fault_an_exception_while_measuring_restores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_fault_36_an_exception_while_measuring_restores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     before, facts = torchflags.snapshot(), report.collect(torch.device("cpu"))
     change = {"cudnn.benchmark": not before.plain["cudnn.benchmark"]}
     monkeypatch.setattr(report, "recommend", lambda *_: report.Recommendation(changes=change))
@@ -622,7 +631,7 @@ def test_fault_an_exception_while_measuring_restores(monkeypatch: pytest.MonkeyP
     assert torchflags.snapshot() == before
 
 
-def test_fault_a_damaged_or_unwritable_journal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_fault_36_a_damaged_or_unwritable_journal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     path = tmp_path / "journal.json"
     runner = CliRunner()
     assert runner.invoke(app, ["report", "--apply", "--restore", "--journal", str(path)]).exit_code == 0
@@ -652,7 +661,7 @@ def test_fault_a_damaged_or_unwritable_journal_is_one_line_and_exit_code_2(tmp_p
     assert torchflags.snapshot() == before
 
 
-def test_fault_a_cut_artefact_is_an_artefact_error(tmp_path: Path) -> None:
+def test_fault_36_a_cut_artefact_is_an_artefact_error(tmp_path: Path) -> None:
     model, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
     compile_model(model, (x,)).save(tmp_path / "whole.pt2")
     whole = (tmp_path / "whole.pt2").read_bytes()

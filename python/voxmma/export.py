@@ -649,6 +649,7 @@ def _double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
+@torchflags.undisturbed()
 def compile_model(
     module: nn.Module,
     inputs: tuple[Any, ...],
@@ -679,8 +680,7 @@ def compile_model(
     precision = "tf32" if policy.tf32 else "ieee"
     hold = torchflags.Hold()
     try:
-        own = settings.override(fp32_precision=precision, fp16_accum=None)
-        with torch.no_grad(), torchflags.undisturbed(), own:
+        with torch.no_grad(), settings.override(fp32_precision=precision, fp16_accum=None):
             inputs = with_maps(module, inputs)
             wrapped = _Flat(module, tree_flatten(inputs)[1])
             outputs = tree_flatten(module(*inputs))[1]

@@ -690,6 +690,8 @@ def operand_plan(
         kind = _KIND_BY_NAME.get(name or "")
         if _writes_first(target, args, kwargs):
             return OperandPlan(kind, None, follow_first=True)
+    if name == "clone":  # what copy.deepcopy makes of a parameter is a parameter like it
+        return OperandPlan(kind, None)
     precision = policy.precision_for(kind)
     if kind is OpKind.Reduction and precision.is_half and policy.reduction_inside is Precision.F32:
         native = isinstance(target, _F32_INSIDE_MODULES) or name in _F32_INSIDE

@@ -1137,7 +1137,9 @@ def apply_policy(
         refuse_narrow_state(name, part, policy_of(name))
     applied, switches = AppliedPolicy(policy), activate(policy, switches_only=True)
     applied._undo.callback(switches.revert)
-    weakref.finalize(module, switches.revert).atexit = False  # nobody can revert a policy on what is gone
+    dropped = weakref.finalize(module, switches.revert)  # nobody can revert a policy on what is gone
+    dropped.atexit = False
+    applied._undo.callback(dropped.detach)
     try:
         for name, own in owners.items():
             part = module.get_submodule(name)

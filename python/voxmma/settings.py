@@ -143,7 +143,7 @@ _environment = read_environment(os.environ)
 _base = Settings()  # what was set outside of scopes
 _scopes: list[dict[str, Any]] = []  # values of the scopes that are open, in the order in which they began
 _runtime = _base  # both together
-_lock = threading.Lock()
+_lock = threading.RLock()  # a scope may be ended by the garbage collector, wherever that runs
 
 
 def _effective(field: str) -> Any:

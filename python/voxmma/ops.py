@@ -322,8 +322,11 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        with torch._C.DisableTorchFunction(), torchflags.undisturbed(), torchflags.pinned("ieee"):
-            return function(*args)
+        with torch._C.DisableTorchFunction(), torchflags.pinned("ieee"):
+            if not torch.is_autocast_enabled("cpu"):
+                return function(*args)
+            with torch.autocast("cpu", enabled=False):
+                return function(*args)
 
     return run
 

@@ -80,7 +80,7 @@ AROUND = [*SWITCHES, "autocast", "override", "always_f16", "auto_mixed_bf16", "t
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("name", SWITCHES)
-def test_fault_31_ieee_layers_give_the_same_bits_under_every_switch(
+def test_fault_44_ieee_layers_give_the_same_bits_under_every_switch(
     name: str, groups: int, device: torch.device
 ) -> None:
     """Forward and both gradients, against fp64 and against the bits without the switch."""
@@ -162,7 +162,7 @@ def artefacts(request: pytest.FixtureRequest) -> list[tuple[Any, Any, Any]]:
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_fault_31_a_frozen_artefact_gives_the_same_bits_wherever_it_is_called(
+def test_fault_44_a_frozen_artefact_gives_the_same_bits_wherever_it_is_called(
     name: str, artefacts: list[tuple[Any, Any, Any]]
 ) -> None:
     for artefact, x, expected in artefacts:
@@ -260,7 +260,7 @@ KINDS = ("override", "override off", "block", "active", "applied", "schedule", "
 
 
 @pytest.mark.parametrize("kinds", list(itertools.combinations(KINDS, 3)), ids="-".join)
-def test_fault_32_scopes_end_in_any_order(kinds: tuple[str, ...]) -> None:
+def test_fault_45_scopes_end_in_any_order(kinds: tuple[str, ...]) -> None:
     before = _state()
     for order in itertools.permutations(range(3)):
         ends = [_begin(kind) for kind in kinds]
@@ -295,7 +295,7 @@ def test_an_ended_scope_has_no_say_and_an_open_one_has() -> None:
 
 
 @pytest.mark.parametrize("kind", ["override", "active", "applied", "block", "preserved"])
-def test_fault_32_overlapping_threads_leave_what_was_there(kind: str) -> None:
+def test_fault_45_overlapping_threads_leave_what_was_there(kind: str) -> None:
     before, failures = _state(), []
     barrier = threading.Barrier(4)
 
@@ -448,7 +448,7 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_fault_33_a_copy_of_a_watched_model_is_a_plain_model(how: str) -> None:
+def test_fault_46_a_copy_of_a_watched_model_is_a_plain_model(how: str) -> None:
     model, x = _net(), voxels(8)
     watch = shadow.verify(model, every=1)
     expected = model(x).feats
@@ -464,7 +464,7 @@ def test_fault_33_a_copy_of_a_watched_model_is_a_plain_model(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_fault_33_a_copy_of_a_model_under_a_policy_has_a_handle(how: str) -> None:
+def test_fault_46_a_copy_of_a_model_under_a_policy_has_a_handle(how: str) -> None:
     model, x = _net(), voxels(8)
     plain = model(x).feats
     policy = apply_policy(model, "auto_mixed")
@@ -521,7 +521,7 @@ HALVES = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("policy", ["always_f32", "always_f16", "auto_mixed", "auto_mixed_bf16"])
 @pytest.mark.parametrize("name", HALVES)
-def test_fault_34_a_half_model_runs_under_a_policy_or_is_refused_at_once(
+def test_fault_47_a_half_model_runs_under_a_policy_or_is_refused_at_once(
     name: str, policy: str, dtype: torch.dtype
 ) -> None:
     model, before = HALVES[name]().to(dtype), _state()
@@ -537,7 +537,7 @@ def test_fault_34_a_half_model_runs_under_a_policy_or_is_refused_at_once(
 
 
 # ---------------------------------------------------------------- one model, several threads
-def test_fault_35_threads_on_one_watched_model_do_not_mix() -> None:
+def test_fault_48_threads_on_one_watched_model_do_not_mix() -> None:
     model = nn.ModuleDict({f"m{i}": vnn.SparseConv3d(8, 8, 3) for i in range(4)})
     watch = shadow.verify(model, every=3)
     guard, failures = voxmma.OverflowGuard("cpu"), []
@@ -601,7 +601,7 @@ def test_a_guard_counts_the_inexact_rescales_of_its_own_thread_only() -> None:
 
 # ---------------------------------------------------------------- report, cut files
 @pytest.mark.parametrize("name", ["medium", "mkldnn", "autocast", "auto_mixed_bf16"])
-def test_fault_36_report_raises_no_false_alarm(name: str) -> None:
+def test_fault_49_report_raises_no_false_alarm(name: str) -> None:
     with surrounded(name):
         found = report.collect(torch.device("cpu"))
         assert report.contradictions(found) == []
@@ -615,7 +615,7 @@ def test_fault_36_report_raises_no_false_alarm(name: str) -> None:
     assert len(report.contradictions(found)) == 2
 
 
-def test_fault_36_an_exception_while_measuring_restores(
+def test_fault_49_an_exception_while_measuring_restores(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before, facts = torchflags.snapshot(), report.collect(torch.device("cpu"))
@@ -631,7 +631,7 @@ def test_fault_36_an_exception_while_measuring_restores(
     assert torchflags.snapshot() == before
 
 
-def test_fault_36_a_damaged_or_unwritable_journal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_fault_49_a_damaged_or_unwritable_journal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     path = tmp_path / "journal.json"
     runner = CliRunner()
     assert runner.invoke(app, ["report", "--apply", "--restore", "--journal", str(path)]).exit_code == 0
@@ -661,7 +661,7 @@ def test_fault_36_a_damaged_or_unwritable_journal_is_one_line_and_exit_code_2(tm
     assert torchflags.snapshot() == before
 
 
-def test_fault_36_a_cut_artefact_is_an_artefact_error(tmp_path: Path) -> None:
+def test_fault_49_a_cut_artefact_is_an_artefact_error(tmp_path: Path) -> None:
     model, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
     compile_model(model, (x,)).save(tmp_path / "whole.pt2")
     whole = (tmp_path / "whole.pt2").read_bytes()

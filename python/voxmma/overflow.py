@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from voxmma import settings
+from voxmma import settings, torchflags
 from voxmma.accuracy import FORMATS, largest_finite
+from voxmma.audit import leave
 from voxmma.tiles import chunk_of, select_tile
 
 MAX_FP16 = FORMATS["fp16"].max
@@ -42,6 +44,7 @@ def _grouped(weight: Tensor) -> Tensor:
     return weight if weight.dim() == 4 else weight.unsqueeze(1)
 
 
+@torchflags.undisturbed()
 def overflow_bound(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Tensor:
     """Upper bound of every partial sum of an accumulator: absmax(a) x largest column sum of |weight|.
 
@@ -132,6 +135,7 @@ def _equal(narrow: Tensor, wide: Tensor) -> Tensor:
     return ((narrow.float() == wide) | wide.isnan()).all()
 
 
+@torchflags.undisturbed()
 def fp16_operands(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Fp16Operands:
     """bf16 (or fp32, fp16) operands as fp16 under power-of-two factors whose overflow bound fits.
 
@@ -213,7 +217,7 @@ def conv_rescaled(
             wgrad_tile, torch.float32,
         )  # fmt: skip
         y = got.restore(y)
-        for guard in _guards:
+        for guard in _asked.guards:
             guard._inexact(got.exact)
         if bias is not None:
             y = y + bias
@@ -261,6 +265,7 @@ def _wide_tile(c_in: int, c_out: int, groups: int, device: torch.device, limits:
     return select_tile("dgrad", torch.bfloat16, "fp32", c_in, c_out, groups, device, limits=limits).name
 
 
+@torchflags.undisturbed()
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     own, own_t, _, symmetric, transpose, accumulator, tile, dgrad_tile, wgrad_tile, _ = ctx.rest
@@ -316,7 +321,16 @@ conv_rescaled.register_autograd(_gradients, setup_context=_keep)
 # ---- the guard ---------------------------------------------------------------------------------------------
 
 _OPS = ("fprop", "dgrad", "wgrad")
-_guards: list[OverflowGuard] = []
+
+
+class _Asked(threading.local):
+    """Guards that pass on the operation which this thread is in."""
+
+    def __init__(self) -> None:
+        self.guards: list[OverflowGuard] = []
+
+
+_asked = _Asked()
 
 
 class OverflowGuard(TorchDispatchMode):
@@ -341,41 +355,44 @@ class OverflowGuard(TorchDispatchMode):
         """(fprop dgrad wgrad) x (launches, non-finite cells, rescales that cut a mantissa)"""
         self.largest = torch.zeros(3, dtype=torch.float32, device=device)
         """largest finite magnitude of fprop, dgrad, wgrad results"""
+        self._lock = threading.Lock()  # one guard may be open in several threads
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled code runs compiled under a guard (torch asks from 2.9 on; before, it runs eagerly)."""
         return True
 
-    def __enter__(self) -> OverflowGuard:
-        _guards.append(self)
-        super().__enter__()
-        return self
-
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        _guards.remove(self)
+        leave(self, lambda: super(OverflowGuard, self).__exit__(*exception))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if name in ("voxmma::conv", "voxmma::conv_rescaled", "voxmma::conv_wgrad"):
-            self._watch(2 if name == "voxmma::conv_wgrad" else int(_in_backward()), result)
+        if name not in ("voxmma::conv", "voxmma::conv_rescaled", "voxmma::conv_wgrad"):
+            return func(*args, **(kwargs or {}))
+        _asked.guards.append(self)
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            _asked.guards.pop()
+        self._watch(2 if name == "voxmma::conv_wgrad" else int(_in_backward()), result)
         return result
 
     def _watch(self, op: int, y: Tensor) -> None:
         if y.device.type != self.counts.device.type:
             raise RuntimeError(f"this guard is on {self.counts.device}, a convolution ran on {y.device}")
         finite = y.isfinite()
-        self.counts[op, 0] += 1
-        self.counts[op, 1] += y.numel() - finite.sum()
-        if y.numel():
-            peak = torch.where(finite, y, torch.zeros_like(y)).abs().amax().float()
-            self.largest[op] = torch.maximum(self.largest[op], peak)
+        wrong = y.numel() - finite.sum()
+        peak = torch.where(finite, y, torch.zeros_like(y)).abs().amax().float() if y.numel() else None
+        with self._lock:
+            self.counts[op, 0] += 1
+            self.counts[op, 1] += wrong
+            if peak is not None:
+                self.largest[op] = torch.maximum(self.largest[op], peak)
 
     def _inexact(self, exact: Tensor) -> None:
         if exact.device.type == self.counts.device.type:
-            self.counts[int(_in_backward()), 2] += ~exact
+            with self._lock:
+                self.counts[int(_in_backward()), 2] += ~exact
 
     def read(self) -> dict[str, dict[str, float]]:
         """The figures by operation: launches, nonfinite, inexact, largest. Waits for the device."""

@@ -70,7 +70,7 @@ class _Scheduler(Generic[T]):
         self.schedule = parse_schedule(schedule)
         self.unit = unit
         self.index: int | None = None
-        self._before: torchflags.Flags | None = None
+        self._before: torchflags.Hold | None = None
         self._active: AppliedPolicy | None = None
         self._value: T | None = None
 
@@ -117,7 +117,7 @@ class _Scheduler(Generic[T]):
         """Remembers the present state. Entering the ``with`` block does this."""
         if self._before is not None:
             raise RuntimeError("the scheduler is already running")
-        self._before = torchflags.snapshot()
+        self._before = torchflags.Hold()
 
     def end(self) -> None:
         """Puts the remembered state back. Leaving the ``with`` block does this; a second call does nothing.
@@ -130,7 +130,7 @@ class _Scheduler(Generic[T]):
         try:
             self._deactivate()
         finally:
-            left = torchflags.restore(before, parts=("tree", "legacy"))
+            left = before.release()
         if left:
             raise torchflags.FlagsError("not put back: " + "; ".join(map(str, left)))
 

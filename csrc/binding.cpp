@@ -111,6 +111,10 @@ void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel
     TORCH_CHECK(map[i].device() == x.device(), name, "[", i, "] (", part, ") is on ", map[i].device(), " but x is on ",
                 x.device());
   };
+  const Tensor& size = map[count - 1];
+  TORCH_CHECK(size.dim() != 3 || ((n_in < 0 || size.size(1) == n_in) && size.size(2) == n_out), name, " leads from ",
+              size.size(1), " to ", size.size(2), " rows, but the call has ",
+              n_in < 0 ? "" : std::to_string(n_in) + " input rows and ", n_out, " output rows");
   if (cuda) {
 #ifdef VOXMMA_WITH_CUDA
     const int64_t tiles = (n_out + kTileM - 1) / kTileM;
@@ -127,10 +131,6 @@ void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel
     check(2, "kptr", at::kLong, {kernel_volume + 1});
   }
   check(count - 1, "size", at::kInt, {0, -1, -1});
-  const Tensor& size = map[count - 1];
-  TORCH_CHECK((n_in < 0 || size.size(1) == n_in) && size.size(2) == n_out, name, " leads from ", size.size(1), " to ",
-              size.size(2), " rows, but the call has ", n_in < 0 ? "" : std::to_string(n_in) + " input rows and ", n_out,
-              " output rows");
 }
 
 // Changes whenever torch writes into one of the tensors.
@@ -653,7 +653,8 @@ struct PreparedConv {
   int64_t version;  // of the map
 
   Tensor operator()(const Tensor& x, const Tensor& weight, const OptTensor& bias) const {
-    TORCH_CHECK(version_of(plan.map) == version, "the tensors of a kernel map were written to, but every layer on these ",
+    TORCH_CHECK(version_of(plan.map) == version,
+                "the tensors of a kernel map were written to, but every layer on these ",
                 "coordinates reads them: KernelMap.free() it, and write into a copy (.clone())");
     NoAutocast no_autocast;
     return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose,

@@ -537,7 +537,7 @@ def check_plan(plan: Plan, table: np.ndarray, n_in: int) -> None:
 
 def plan_of(made: KernelMap) -> Plan:
     """The plan of a map on a GPU, without unused room."""
-    return [tensor.cpu().numpy() for tensor in made._direction().settled()]
+    return [tensor.cpu().numpy() for tensor in made._direction().settled()[:-1]]
 
 
 def plan_case(name: str) -> tuple[torch.Tensor, int | Triple]:

@@ -12,20 +12,21 @@ import torch
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
-_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a CUDA build's
+#: The handle of a device's current stream; only CUDA builds of torch have it.
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _TRACED = threading.RLock()
 
 
 class Made:
     """Tensors of one device that were made together, on its current stream, and are kept for later readers.
 
-    `get()` and `use()` make the device's current stream wait for an event that was recorded behind the making,
-    once for each stream, and tell the allocator that this stream reads the memory, which is then not given to
-    others before the reads are over, whoever lets go of the tensors. While a CUDA graph is captured the host
-    waits instead: a graph cannot wait for what it did not capture. How long memory lives that a graph reads is
-    the business of who replays it, as with all of a graph's inputs.
+    `get()` and `use()` make the device's current stream wait for an event recorded behind the making, once
+    for each stream, and tell the allocator that this stream reads the memory: it is not given to others
+    before the reads are over, whoever lets go of the tensors. While a CUDA graph is captured the host waits
+    instead, since a graph cannot wait for what it did not capture; the tensors have to live as long as it is
+    replayed, like all inputs of a graph.
 
-    Raises RuntimeError while a CUDA graph is captured: what is made then exists only after a replay.
+    RuntimeError when made while a CUDA graph is captured: it would exist only after a replay.
     """
 
     __slots__ = ("_event", "_index", "_streams", "_version", "tensors", "what")
@@ -100,8 +101,8 @@ def refuse_capture(what: str, device: torch.device) -> None:
     if device.type == "cuda" and _raw_stream is not None and _capturing(device.index):
         raise RuntimeError(
             f"{what} would be made for the first time while a CUDA graph is captured, and exist only after a "
-            "replay: run the layer once on these coordinates before the capture (and its backward, where that "
-            "is captured, too)"
+            "replay: run the layer once on these coordinates before the capture (and its backward, where "
+            "that is captured, too)"
         )
 
 

@@ -80,9 +80,9 @@ class _Index:
 class Finer:
     """The finer set that a set was made from, and how: what a transposed layer goes back to.
 
-    Holds the finer set's coordinates, index and map tensors, not the object: the finer set's maps belong to
-    the coarser set, too, and a cycle would keep GPU memory until Python's garbage collector runs. When nothing
-    else holds the finer set any more, `get()` makes one of the same rows.
+    Holds the finer set's coordinates, index and map tensors, not the object, which holds the sets made from
+    it: a cycle would keep GPU memory until Python's garbage collector runs. When nothing else holds the finer
+    set any more, `get()` makes one of the same rows.
 
     `given`: the coarser set was not made from the finer one but given to a layer on it as `coords`.
     """
@@ -159,7 +159,7 @@ class CoordSet:
 
     batch_size: int
     maps: dict[tuple[Any, ...], MapCore]
-    """kernel maps built last, by kernel shape; one to another set leaves with that set. See voxmma.kernel_map"""
+    """kernel maps built last, by kernel shape; one to another set leaves with it. See voxmma.kernel_map"""
     calls: dict[tuple[Any, ...], Repeat]
     """what was decided last for layers that ran on this set; see voxmma.call"""
     derived: dict[tuple[Any, ...], CoordSet]
@@ -328,11 +328,12 @@ class CoordSet:
 
     @torch.compiler.disable
     def _prove(self) -> None:
-        """Takes over the link of the coordinates that these were copied from, where they are still the same."""
+        """Takes over the link of the coordinates that these were copied from, where they are the same."""
         with self._index.lock:
             if self._claim is None:
                 return
             coords, link = self._claim
+            refuse_capture("the comparison of copied coordinates with their original", self.device)
             if coords.shape == self._coords.shape and torch.equal(coords.to(self.device), self.coords):
                 fine = link.get()
                 self._finer = Finer(fine.to(self.device), link.geometry, link.given)
@@ -350,6 +351,7 @@ class CoordSet:
 
     @torch.compiler.disable
     def _relink(self, fine: CoordSet, geometry: Geometry) -> None:
+        made = Finer(fine, geometry, given=True)
         with self._index.lock:
             link = self._finer
             if link is not None and (not link.given or link.came_from(fine)):
@@ -357,7 +359,7 @@ class CoordSet:
             if link is not None and link.alive:
                 link.ambiguous = True
             else:
-                self._finer = Finer(fine, geometry, given=True)
+                self._finer = made
 
     @property
     def num(self) -> int:
@@ -393,9 +395,7 @@ class CoordSet:
         same_place = (
             self.device == other.device and self.batch_size == other.batch_size and self.num == other.num
         )
-        return same_place and (
-            self._coords is other._coords or torch.equal(self.coords, other.coords)
-        )
+        return same_place and (self._coords is other._coords or torch.equal(self.coords, other.coords))
 
     def __repr__(self) -> str:
         facts = f"num={self.num}, batch_size={self.batch_size}, device='{self.device}', maps={len(self.maps)}"
@@ -434,7 +434,8 @@ class CoordSet:
             made = reference() if reference is not None else None
             if made is not None:
                 return made
-            refuse_capture("a copy of a coordinate set", place if isinstance(place, torch.device) else self.device)
+            target = place if isinstance(place, torch.device) else self.device
+            refuse_capture("a copy of a coordinate set", target)
             with torch.inference_mode(False), torch.no_grad():
                 made = CoordSet.trusted(copy(self.coords), self.batch_size, self._index.bounds)
             link = self.finer

@@ -110,9 +110,7 @@ def _too_many(count: int, limit: int, source: int) -> ValueError:
 
 
 def _outside(geometry: Geometry) -> ValueError:
-    return ValueError(
-        f"the layer ({_kernel(geometry)}) makes voxels outside {COORD_MIN}..{COORD_MAX}"
-    )
+    return ValueError(f"the layer ({_kernel(geometry)}) makes voxels outside {COORD_MIN}..{COORD_MAX}")
 
 
 def _kernel(geometry: Geometry) -> str:

@@ -588,8 +588,8 @@ def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
             return None
         if link.ambiguous:
             raise ValueError(
-                "strided layers on several inputs put their outputs on the coordinates of x (coords=...): say "
-                "which voxels to go back to with coords= (out_coords= of kernel_map)"
+                "strided layers on several inputs put their outputs on the coordinates of x (coords=...): "
+                "say which voxels to go back to with coords= (out_coords= of kernel_map)"
             )
         x, y, z = (t * s for t, s in zip(total, link.geometry.stride, strict=True))
         total, found = (x, y, z), link.get()

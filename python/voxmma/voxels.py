@@ -114,7 +114,7 @@ class Voxels:
 
     @property
     def coords(self) -> torch.Tensor:
-        """(N, 4) int32 batch, x, y, z, contiguous; to be read only: `CoordSet.coords`. Write into a clone()."""
+        """(N, 4) int32 batch, x, y, z, contiguous; to be read only, see `CoordSet.coords`."""
         return self._coord_set.coords
 
     @property
@@ -133,8 +133,8 @@ class Voxels:
 
     @property
     def counts(self) -> torch.Tensor:
-        """(batch_size,) int64 voxels of each sample, zeros for empty samples, on the voxels' device. To be read
-        only."""
+        """(batch_size,) int64 voxels of each sample, zeros for empty samples, on the voxels' device; to be
+        read only."""
         return self._coord_set.counts
 
     @property

@@ -24,6 +24,7 @@ from voxmma import CoordSet, Voxels, nn
 from voxmma._cached import Made
 from voxmma.coords import _KEPT
 from voxmma.kernel_map import Direction, KernelMap
+from voxmma.mapped import with_maps
 
 from conftest import random_coords
 
@@ -542,6 +543,18 @@ def test_a_map_serves_as_long_as_both_sets_live(device: torch.device) -> None:
     assert len(held.maps) == 1  # the map holds it
     del made, other
     assert held.maps == {}
+
+
+def test_an_export_names_sets_that_the_network_makes(device: torch.device) -> None:
+    x = Voxels(random_coords(50, 6).to(device), torch.ones(50, 2, device=device))
+    layer, target = nn.SparseConv3d(2, 2, 3, device=device), x.coords[::2].clone()
+
+    class Network(torch.nn.Module):
+        def forward(self, x: Voxels) -> torch.Tensor:
+            return layer(x, coords=target).feats
+
+    with pytest.raises(ValueError, match="export it on coordinates that it holds"):
+        with_maps(Network(), (x,))
 
 
 # ---- the finer set -----------------------------------------------------------------------------------------

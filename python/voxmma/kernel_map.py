@@ -12,6 +12,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -101,6 +102,10 @@ class Direction:
         return Direction, (self.settled(), self.num_pairs)
 
 
+#: Sets that maps lead to from now on, while somebody wants them to live.
+held_sets: ContextVar[list[CoordSet] | None] = ContextVar("held_sets", default=None)
+
+
 class MapCore:
     """Both directions of a map, cached on one of its two sets and holding none of them: it goes with either.
 
@@ -130,6 +135,9 @@ class MapCore:
             core = keep(owner.maps, self.key, self, _KEPT["maps"])
             other = self.other
             if core is self and other is not None:
+                held = held_sets.get()
+                if held is not None:
+                    held.append(other)
                 self._other = weakref.ref(other, functools.partial(_forget, weakref.ref(owner), self.key))
         return core
 

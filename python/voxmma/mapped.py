@@ -29,7 +29,7 @@ from voxmma import segments
 from voxmma._cached import Made
 from voxmma.coords import CoordSet, Finer
 from voxmma.derive import children, windows
-from voxmma.kernel_map import Direction, Geometry, KernelMap, MapCore, core_between
+from voxmma.kernel_map import Direction, Geometry, KernelMap, MapCore, core_between, held_sets
 from voxmma.points import Triple
 from voxmma.voxels import Voxels
 
@@ -223,10 +223,14 @@ def with_maps(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     ]
     if len(set(roots)) < len(roots):
         raise ValueError("two inputs share their coordinates: give their features as one, or as tensors")
-    model(*pytree.tree_unflatten(fresh, spec))
-    mapped = [
-        _survey(leaf.coord_set, leaf.stride)(leaf) if isinstance(leaf, Voxels) else leaf for leaf in fresh
-    ]
+    before = held_sets.set([])  # a set that the network made would take its maps with it
+    try:
+        model(*pytree.tree_unflatten(fresh, spec))
+        mapped = [
+            _survey(leaf.coord_set, leaf.stride)(leaf) if isinstance(leaf, Voxels) else leaf for leaf in fresh
+        ]
+    finally:
+        held_sets.reset(before)
     return tuple(pytree.tree_unflatten(mapped, spec))
 
 

@@ -594,7 +594,8 @@ def test_fault_36_a_set_that_two_inputs_lead_to_is_not_guessed(device: torch.dev
         assert up(down(young, coords=fixed)).coord_set is young.coord_set
         del young
     y, z = down(x, coords=fixed), down(other, coords=fixed)
-    for v in (y, z):
+    copied = pytree.tree_map(lambda t: t.clone(), z)
+    for v in (y, z, pickle.loads(pickle.dumps(z.with_feats(z.feats.detach()))), copied):
         with pytest.raises(ValueError, match="which voxels to go back to"):
             up(v)
     assert up(z, coords=other).coord_set is other.coord_set

@@ -87,10 +87,12 @@ class Finer:
     `given`: the coarser set was not made from the finer one but given to a layer on it as `coords`.
     """
 
-    def __init__(self, fine: CoordSet, geometry: Geometry, given: bool = False) -> None:
+    def __init__(
+        self, fine: CoordSet, geometry: Geometry, given: bool = False, ambiguous: bool = False
+    ) -> None:
         self.geometry = geometry
         self.given = given
-        self.ambiguous = False
+        self.ambiguous = ambiguous
         """whether a layer on yet another set that is alive was given the coarser set, too"""
         self.sides: dict[bool, Any] = {}
         """tensors of the map between the two, shared with its MapCore"""
@@ -110,6 +112,11 @@ class Finer:
                     fine.finer = finer
                     self._fine = weakref.ref(fine)
         return fine
+
+    @property
+    def kind(self) -> tuple[Geometry, bool, bool]:
+        """What a copy of the link is made with, beside a copy of the finer set."""
+        return self.geometry, self.given, self.ambiguous
 
     def came_from(self, fine: CoordSet) -> bool:
         return self._fine() is fine
@@ -336,7 +343,7 @@ class CoordSet:
             refuse_capture("the comparison of copied coordinates with their original", self.device)
             if coords.shape == self._coords.shape and torch.equal(coords.to(self.device), self.coords):
                 fine = link.get()
-                self._finer = Finer(fine.to(self.device), link.geometry, link.given)
+                self._finer = Finer(fine.to(self.device), *link.kind)
             self._claim = None
 
     def remember(self, fine: CoordSet, geometry: Geometry) -> None:
@@ -440,7 +447,7 @@ class CoordSet:
                 made = CoordSet.trusted(copy(self.coords), self.batch_size, self._index.bounds)
             link = self.finer
             if link is not None:
-                made.finer = Finer(again(link.get()), link.geometry, link.given)
+                made.finer = Finer(again(link.get()), *link.kind)
             self._moved[place] = weakref.ref(made)
             if isinstance(place, torch.device):
                 made._moved[self.device] = weakref.ref(self)
@@ -464,8 +471,7 @@ class CoordSet:
         if self.finer is None:
             return CoordSet.trusted, (self.coords, self.batch_size, self._index.bounds)
         link = self.finer
-        facts = (link.geometry, link.given, self._index.bounds)
-        return _restore, (self.coords, self.batch_size, link.get(), *facts)
+        return _restore, (self.coords, self.batch_size, self._index.bounds, link.get(), *link.kind)
 
     def __copy__(self) -> CoordSet:
         return self
@@ -475,16 +481,11 @@ class CoordSet:
 
 
 def _restore(
-    coords: torch.Tensor,
-    batch_size: int,
-    fine: CoordSet,
-    geometry: Geometry,
-    given: bool,
-    bounds: Bounds | None,
+    coords: torch.Tensor, batch_size: int, bounds: Bounds | None, fine: CoordSet, *kind: Any
 ) -> CoordSet:
     """Unpickles a set that is linked to a finer one."""
     made = CoordSet.trusted(coords, batch_size, bounds)
-    made.finer = Finer(fine, geometry, given)
+    made.finer = Finer(fine, *kind)
     return made
 
 

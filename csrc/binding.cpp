@@ -969,8 +969,8 @@ void wait_for_event(int64_t handle) {
   const auto swap = [&mode] { return cudaThreadExchangeStreamCaptureMode(&mode); };
   TORCH_CHECK(swap() == cudaSuccess, "cudaThreadExchangeStreamCaptureMode failed");
   const cudaError_t error = cudaEventSynchronize(reinterpret_cast<cudaEvent_t>(handle));
-  TORCH_CHECK(swap() == cudaSuccess && error == cudaSuccess, "waiting for a CUDA event failed: ",
-              cudaGetErrorString(error));
+  TORCH_CHECK(swap() == cudaSuccess && error == cudaSuccess,
+              "waiting for a CUDA event failed: ", cudaGetErrorString(error));
 }
 
 void check_ints(const char* name, const Tensor& t, ScalarType dtype, int64_t columns, const Tensor& like) {
@@ -1881,8 +1881,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                const std::string& name, const std::vector<at::Tensor>& map, int64_t kernel_volume, int64_t n_out) {
               voxmma::check_pool(x, in_count, out_count, winner, winner_rows, name.c_str(), map, kernel_volume, n_out);
             }));
-  m.def("check_map", torch::wrap_pybind_function([](const std::vector<at::Tensor>& map, int64_t kernel_volume,
-                                                    int64_t n_out) {
+  m.def("check_map",
+        torch::wrap_pybind_function([](const std::vector<at::Tensor>& map, int64_t kernel_volume, int64_t n_out) {
           TORCH_CHECK(!map.empty(), "map is empty");
           voxmma::check_map("map", map, map[0], kernel_volume, -1, n_out);
         }));

@@ -245,18 +245,18 @@ def in_a_process(body: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", STREAM_CASES)
-def test_fault_31_what_is_kept_is_safe_on_any_stream(case: str) -> None:
+def test_fault_50_what_is_kept_is_safe_on_any_stream(case: str) -> None:
     in_a_process(STREAM_CASES[case])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CAPTURE_CASES)
-def test_fault_32_nothing_is_first_made_inside_a_capture(case: str) -> None:
+def test_fault_51_nothing_is_first_made_inside_a_capture(case: str) -> None:
     in_a_process(CAPTURE_CASES[case])
 
 
 @pytest.mark.multigpu
-def test_fault_31_copies_on_a_second_gpu_are_safe_on_any_stream() -> None:
+def test_fault_50_copies_on_a_second_gpu_are_safe_on_any_stream() -> None:
     in_a_process("""
 d1 = torch.device("cuda", 1)
 want = same(Voxels(c, f)).feats.clone()
@@ -343,7 +343,7 @@ def test_a_stream_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 2])
-def test_fault_33_fewer_rows_than_a_map_refers_to_are_refused(device: torch.device, size: int) -> None:
+def test_fault_52_fewer_rows_than_a_map_refers_to_are_refused(device: torch.device, size: int) -> None:
     x = Voxels(random_coords(300, 9).to(device), torch.randn(300, 4, device=device))
     other = CoordSet(random_coords(200, 9, seed=3).to(device))
     made = voxmma.kernel_map(x, size, out_coords=other)
@@ -381,7 +381,7 @@ def test_fault_33_fewer_rows_than_a_map_refers_to_are_refused(device: torch.devi
         ops.conv(feats, w, None, own, wrong, n_out, False, False, "fp32", *tiles).sum().backward()
 
 
-def test_fault_33_segments_name_every_row(device: torch.device) -> None:
+def test_fault_52_segments_name_every_row(device: torch.device) -> None:
     ops = torch.ops.voxmma
     x = torch.randn(10, 3, device=device)
     rows, starts = torch.arange(10, device=device), torch.tensor([0, 4], device=device)
@@ -430,7 +430,7 @@ def at_once(work: Callable[[], Any], threads: int = 8) -> list[Any]:
     return results
 
 
-def test_fault_34_threads_share_a_map(
+def test_fault_53_threads_share_a_map(
     device: torch.device, eager_switching: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coords = random_coords(200, 8).to(device)
@@ -463,7 +463,7 @@ def test_fault_34_threads_share_a_map(
             assert len(builds) == 3  # 3x3x3, 2x2x2 both ways
 
 
-def test_fault_34_threads_ask_for_the_number_of_pairs(eager_switching: None) -> None:
+def test_fault_53_threads_ask_for_the_number_of_pairs(eager_switching: None) -> None:
     for _ in range(200):
         parts = [
             torch.zeros(256),
@@ -478,7 +478,7 @@ def test_fault_34_threads_ask_for_the_number_of_pairs(eager_switching: None) -> 
         assert [len(t) for t in direction.tensors] == [256, 2, 2, 2, 12, 1, 0]
 
 
-def test_fault_34_threads_find_one_finer_set(eager_switching: None) -> None:
+def test_fault_53_threads_find_one_finer_set(eager_switching: None) -> None:
     down = nn.SparseConv3d(2, 2, 2, 2)
     for _ in range(50):
         low = down(Voxels(random_coords(50, 6), torch.ones(50, 2))).coord_set
@@ -492,7 +492,7 @@ def test_fault_34_threads_find_one_finer_set(eager_switching: None) -> None:
 # ---- what is kept ------------------------------------------------------------------------------------------
 
 
-def test_fault_35_a_long_lived_set_does_not_grow(device: torch.device) -> None:
+def test_fault_54_a_long_lived_set_does_not_grow(device: torch.device) -> None:
     coords = random_coords(200, 8).to(device)
     x = Voxels(coords, torch.randn(200, 4, device=device))
     same, down = nn.SparseConv3d(4, 4, 3, device=device), nn.SparseConv3d(4, 4, 2, 2, device=device)
@@ -568,7 +568,7 @@ def _layers(device: torch.device) -> tuple[Any, Any, Any]:
     return x, down, nn.SparseConvTranspose3d(4, 4, 2, 2, device=device)
 
 
-def test_fault_36_given_coordinates_remember_the_finer_set(device: torch.device) -> None:
+def test_fault_55_given_coordinates_remember_the_finer_set(device: torch.device) -> None:
     x, down, up = _layers(device)
     low = voxmma.downsample(x, 2)
     some = low.coords[::2].clone()
@@ -583,7 +583,7 @@ def test_fault_36_given_coordinates_remember_the_finer_set(device: torch.device)
     assert nn.SparseConvTranspose3d(4, 4, 4, 4, device=device)(again).coord_set is x.coord_set
 
 
-def test_fault_36_a_set_that_two_inputs_lead_to_is_not_guessed(device: torch.device) -> None:
+def test_fault_55_a_set_that_two_inputs_lead_to_is_not_guessed(device: torch.device) -> None:
     x, down, up = _layers(device)
     low = down(x)
     other = Voxels(random_coords(90, 16, seed=2).to(device), torch.randn(90, 4, device=device))
@@ -618,7 +618,7 @@ def _first(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_fault_36_copies_remember_the_finer_set(device: torch.device, given: bool) -> None:
+def test_fault_55_copies_remember_the_finer_set(device: torch.device, given: bool) -> None:
     x, down, up = _layers(device)
     low = down(x, coords=voxmma.downsample(x, 2).coords.clone()) if given else down(x)
     low = low.with_feats(low.feats.detach())
@@ -647,7 +647,7 @@ def test_fault_36_copies_remember_the_finer_set(device: torch.device, given: boo
             assert torch.equal(got.feats, want), name
 
 
-def test_fault_36_changed_coordinates_forget_the_finer_set(device: torch.device) -> None:
+def test_fault_55_changed_coordinates_forget_the_finer_set(device: torch.device) -> None:
     x, down, up = _layers(device)
     moved = pytree.tree_map(lambda t: t + 1 if t.dtype == torch.int32 else t, down(x))
     moved = moved.with_feats(moved.feats.detach())
@@ -656,7 +656,7 @@ def test_fault_36_changed_coordinates_forget_the_finer_set(device: torch.device)
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_fault_36_worker_processes_keep_the_finer_set(context: str) -> None:
+def test_fault_55_worker_processes_keep_the_finer_set(context: str) -> None:
     x, down, up = _layers(torch.device("cpu"))
     low = down(x, coords=voxmma.downsample(x, 2).coords.clone())
     low = low.with_feats(low.feats.detach())
@@ -683,7 +683,7 @@ WRITES: dict[str, Callable[[Voxels], torch.Tensor]] = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("what", WRITES)
-def test_fault_37_writes_are_found_out(device: torch.device, what: str, inference: bool) -> None:
+def test_fault_56_writes_are_found_out(device: torch.device, what: str, inference: bool) -> None:
     x, down, _ = _layers(device)
     same = nn.SparseConv3d(4, 4, 3, device=device, dtype=torch.float16)  # keeps its decision
     reads: dict[str, Callable[[Voxels], Any]] = {
@@ -729,7 +729,7 @@ def test_the_list_of_a_map_is_the_callers(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_fault_37_writes_into_the_index_are_found_out() -> None:
+def test_fault_56_writes_into_the_index_are_found_out() -> None:
     coords = CoordSet(random_coords(50, 6).cuda())
     coords.hash_index().order.zero_()
     with pytest.raises(RuntimeError, match=r"written to.*clone"):

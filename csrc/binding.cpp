@@ -94,11 +94,14 @@ ScalarType check_out_dtype(OptDtype out_dtype, ScalarType x) {
   return out;
 }
 
-// A kernel map as tensors (README, "Kernel maps"): on CUDA [order, schedule, passes, frag, uniq, local], elsewhere
-// [in_rows, out_rows, kptr]. Contents are the map builder's business; checked here is what can be without a copy.
-void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel_volume, int64_t n_out) {
+constexpr size_t kPlanTensors = 7, kPairTensors = 4;
+
+// A kernel map as tensors (README, "Kernel maps"): on CUDA [order, schedule, passes, frag, uniq, local, size], elsewhere
+// [in_rows, out_rows, kptr, size], size being an empty tensor of shape (0, n_in, n_out). Contents are the map builder's
+// business; checked here is what can be without a copy. `n_in`: rows that the map is read for, -1: none are.
+void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel_volume, int64_t n_in, int64_t n_out) {
   const bool cuda = x.is_cuda();
-  const size_t count = cuda ? 6 : 3;
+  const size_t count = cuda ? kPlanTensors : kPairTensors;
   TORCH_CHECK(map.size() == count, name, " must hold ", count, " tensors on ", x.device(), ", got ", map.size());
   const auto check = [&](size_t i, const char* part, ScalarType t, at::IntArrayRef sizes) {  // -1: any size
     bool same = map[i].dim() == static_cast<int64_t>(sizes.size());
@@ -110,6 +113,10 @@ void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel
     TORCH_CHECK(map[i].device() == x.device(), name, "[", i, "] (", part, ") is on ", map[i].device(), " but x is on ",
                 x.device());
   };
+  const Tensor& size = map[count - 1];
+  TORCH_CHECK(size.dim() != 3 || ((n_in < 0 || size.size(1) == n_in) && size.size(2) == n_out), name, " leads from ",
+              size.size(1), " to ", size.size(2), " rows, but the call has ",
+              n_in < 0 ? "" : std::to_string(n_in) + " input rows and ", n_out, " output rows");
   if (cuda) {
 #ifdef VOXMMA_WITH_CUDA
     const int64_t tiles = (n_out + kTileM - 1) / kTileM;
@@ -125,6 +132,14 @@ void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel
     check(1, "out_rows", at::kLong, {map[0].size(0)});
     check(2, "kptr", at::kLong, {kernel_volume + 1});
   }
+  check(count - 1, "size", at::kInt, {0, -1, -1});
+}
+
+// Changes whenever torch writes into one of the tensors.
+int64_t version_of(TensorList tensors) {
+  int64_t sum = 0;
+  for (const Tensor& t : tensors) sum += t.is_inference() ? 0 : static_cast<int64_t>(t._version());
+  return sum;
 }
 
 struct Shape {
@@ -149,7 +164,7 @@ Shape check_conv(const Tensor& x, const Tensor& weight, const OptTensor& bias, T
                 " output channels");
   }
   TORCH_CHECK(n_out >= 0, "n_out is negative: ", n_out);
-  check_map("map", map, x, s.volume, n_out);
+  check_map("map", map, x, s.volume, x.size(0), n_out);
   return s;
 }
 
@@ -163,7 +178,7 @@ Shape check_wgrad(const Tensor& x, const Tensor& dy, TensorList map, int64_t ker
   TORCH_CHECK(kernel_volume > 0, "kernel_volume must be positive, got ", kernel_volume);
   TORCH_CHECK(groups > 0 && x.size(1) > 0 && x.size(1) % groups == 0 && dy.size(1) > 0 && dy.size(1) % groups == 0,
               "groups=", groups, " must divide the channels of x (", x.size(1), ") and of dy (", dy.size(1), ")");
-  check_map("map", map, x, kernel_volume, dy.size(0));
+  check_map("map", map, x, kernel_volume, x.size(0), dy.size(0));
   return {kernel_volume, groups, x.size(1) / groups, dy.size(1) / groups, check_out_dtype(out_dtype, x.scalar_type())};
 }
 
@@ -187,7 +202,7 @@ void check_pool(const Tensor& x, const OptTensor& in_count, const OptTensor& out
   if (out_count.has_value()) check("out_count", *out_count, at::kInt, {n_out});
   if (winner.has_value()) check("winner", *winner, winner_dtype(kernel_volume), {winner_rows, x.size(1)});
   TORCH_CHECK(!map.empty(), name, " is empty");
-  check_map(name, map, x, kernel_volume, n_out);
+  check_map(name, map, x, kernel_volume, x.size(0), n_out);
 }
 
 void check_segments(const Tensor& x, const OptTensor& candidates, const Tensor& rows, const Tensor& starts) {
@@ -199,6 +214,9 @@ void check_segments(const Tensor& x, const OptTensor& candidates, const Tensor& 
   };
   check("rows", rows, 1);
   check("starts", starts, 1);
+  const int64_t listed = candidates.has_value() ? candidates->size(0) : x.size(0);
+  TORCH_CHECK(rows.size(0) == listed, "rows has ", rows.size(0), " entries for ", listed, " rows of ",
+              candidates.has_value() ? "candidates" : "x", ": each is named once");
   if (!candidates.has_value()) return;
   check("candidates", *candidates, 2);
   TORCH_CHECK(candidates->size(1) == x.size(1), "candidates has ", candidates->size(1), " channels but x has ",
@@ -634,8 +652,12 @@ struct PreparedConv {
   Plan plan;
   int64_t n_out;
   OptDtype out_dtype;
+  int64_t version;  // of the map
 
   Tensor operator()(const Tensor& x, const Tensor& weight, const OptTensor& bias) const {
+    TORCH_CHECK(version_of(plan.map) == version,
+                "the tensors of a kernel map were written to, but every layer on these ",
+                "coordinates reads them: KernelMap.free() it, and write into a copy (.clone())");
     NoAutocast no_autocast;
     return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose,
                           plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
@@ -955,6 +977,16 @@ Tensor wgrad_cuda(const Tensor& x, const Tensor& dy, TensorList map, TensorList 
     launch(entry, args, on);
   }
   return groups == 1 ? dw.squeeze(1) : dw;
+}
+
+// Waits on the host for an event of torch.cuda.Event that is no part of a graph, also while this thread captures one.
+void wait_for_event(int64_t handle) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  const auto swap = [&mode] { return cudaThreadExchangeStreamCaptureMode(&mode); };
+  TORCH_CHECK(swap() == cudaSuccess, "cudaThreadExchangeStreamCaptureMode failed");
+  const cudaError_t error = cudaEventSynchronize(reinterpret_cast<cudaEvent_t>(handle));
+  TORCH_CHECK(swap() == cudaSuccess && error == cudaSuccess,
+              "waiting for a CUDA event failed: ", cudaGetErrorString(error));
 }
 
 void check_ints(const char* name, const Tensor& t, ScalarType dtype, int64_t columns, const Tensor& like) {
@@ -1296,9 +1328,10 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
 }
 
 Tensor plan_to_table_cuda(const std::vector<Tensor>& plan, int64_t n_out) {
-  TORCH_CHECK(plan.size() == 6 && plan[5].is_cuda() && plan[5].dim() == 3, "plan must be a CUDA map of 6 tensors");
+  TORCH_CHECK(plan.size() == kPlanTensors && plan[5].is_cuda() && plan[5].dim() == 3, "plan must be a CUDA map of ",
+              kPlanTensors, " tensors");
   const int64_t volume = plan[5].size(1);
-  check_map("plan", plan, plan[5], volume, n_out);
+  check_map("plan", plan, plan[5], volume, -1, n_out);
   const Launch on(plan[5].device());
   const Tensor table = on.empty({volume, n_out}, at::kInt);
   if (n_out > 0) {
@@ -1309,8 +1342,8 @@ Tensor plan_to_table_cuda(const std::vector<Tensor>& plan, int64_t n_out) {
 }
 
 Tensor neighbor_counts_cuda(TensorList map, int64_t kernel_volume, int64_t n_out) {
-  TORCH_CHECK(map.size() == 6 && map[0].is_cuda(), "map must be a CUDA map of 6 tensors");
-  check_map("map", map, map[0], kernel_volume, n_out);
+  TORCH_CHECK(map.size() == kPlanTensors && map[0].is_cuda(), "map must be a CUDA map of ", kPlanTensors, " tensors");
+  check_map("map", map, map[0], kernel_volume, -1, n_out);
   const Launch on(map[0].device());
   const Tensor counts = on.empty({n_out}, at::kInt);
   check_cuda(neighbor_counts(plan_view(map, kernel_volume, n_out, 0), data<int>(counts), on.stream), "neighbor_counts",
@@ -1712,6 +1745,7 @@ PlanResult build_plan_cuda(const Tensor&, const Tensor&, const Tensor&, const Te
   no_cuda();
 }
 Tensor plan_to_table_cuda(const std::vector<Tensor>&, int64_t) { no_cuda(); }
+void wait_for_event(int64_t) { no_cuda(); }
 Tensor neighbor_counts_cuda(TensorList, int64_t, int64_t) { no_cuda(); }
 Tensor pool_sum_cuda(const Tensor&, const OptTensor&, const OptTensor&, TensorList, TensorList, int64_t, int64_t, bool,
                      bool) {
@@ -1834,6 +1868,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_plan", torch::wrap_pybind_function_no_gil(voxmma::build_plan_cuda), py::arg("out_coords"),
         py::arg("out_order"), py::arg("bricks"), py::arg("in_order"), py::arg("size"), py::arg("start"),
         py::arg("step"), py::arg("mul"), py::arg("div"));
+  m.def("wait_for_event", torch::wrap_pybind_function_no_gil(voxmma::wait_for_event), py::arg("handle"));
   m.def("plan_to_table", torch::wrap_pybind_function_no_gil(voxmma::plan_to_table_cuda), py::arg("plan"),
         py::arg("n_out"));
   m.def("cells_of_points", torch::wrap_pybind_function_no_gil(voxmma::cells_of_points_cuda), py::arg("points"),
@@ -1857,10 +1892,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](std::vector<at::Tensor> map, std::vector<at::Tensor> map_t, int64_t n_out, bool symmetric,
                        bool transpose, std::string accumulator, std::string tile, std::string dgrad_tile,
                        std::string wgrad_tile, std::optional<at::ScalarType> out_dtype) {
+        const int64_t version = voxmma::version_of(map);
         return voxmma::PreparedConv{{std::move(map), std::move(map_t), symmetric, transpose, std::move(accumulator),
                                      std::move(tile), std::move(dgrad_tile), std::move(wgrad_tile)},
                                     n_out,
-                                    out_dtype};
+                                    out_dtype,
+                                    version};
       }))
       .def("__call__", torch::wrap_pybind_function_no_gil(
                            [](const voxmma::PreparedConv& self, const at::Tensor& x, const at::Tensor& weight,
@@ -1875,6 +1912,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                const std::string& name, const std::vector<at::Tensor>& map, int64_t kernel_volume, int64_t n_out) {
               voxmma::check_pool(x, in_count, out_count, winner, winner_rows, name.c_str(), map, kernel_volume, n_out);
             }));
+  m.def("check_map",
+        torch::wrap_pybind_function([](const std::vector<at::Tensor>& map, int64_t kernel_volume, int64_t n_out) {
+          TORCH_CHECK(!map.empty(), "map is empty");
+          voxmma::check_map("map", map, map[0], kernel_volume, -1, n_out);
+        }));
   m.def("check_segments",
         torch::wrap_pybind_function(
             [](const at::Tensor& x, const std::optional<at::Tensor>& candidates, const at::Tensor& rows,

@@ -47,6 +47,9 @@ def build_plan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
     """The tensors of a map, PlanStats, and the number of pairs, -1 where they are not read."""
 
+def wait_for_event(handle: int) -> None:
+    """Waits on the host for a `torch.cuda.Event.cuda_event`, also while a CUDA graph is captured."""
+
 def plan_to_table(plan: list[Tensor], n_out: int) -> Tensor: ...
 def cells_of_points(
     points: Tensor, batch: Tensor | None, origin: Sequence[float], edge: Sequence[float]
@@ -140,6 +143,9 @@ def check_pool(
     n_out: int,
 ) -> None:
     """Raises what the CUDA op would; `name` is what the op calls the map."""
+
+def check_map(map: list[Tensor], kernel_volume: int, n_out: int) -> None:
+    """Raises what the CUDA op would."""
 
 def check_segments(x: Tensor, candidates: Tensor | None, rows: Tensor, starts: Tensor) -> None:
     """Raises what the CUDA op would."""

@@ -94,7 +94,7 @@ def _conv_cpu(
         x, weight, bias, map, n_out, transpose, accumulator, out_dtype
     )
     chunk = _check_tile(tile, accumulator, x.dtype) or c_in
-    in_rows, out_rows, kptr = map
+    in_rows, out_rows, kptr, _ = map
     start: list[int] = kptr.tolist()
     compute = _compute_type(x)
     features = x.to(compute)
@@ -144,7 +144,7 @@ def _conv_wgrad_cpu(
 ) -> Tensor:
     c_in, c_out = _C.check_wgrad(x, dy, map, kernel_volume, groups, accumulator, out_dtype)
     _check_tile(tile, "fp64" if x.dtype == torch.float64 else "fp32", x.dtype)
-    in_rows, out_rows, kptr = map
+    in_rows, out_rows, kptr, _ = map
     start: list[int] = kptr.tolist()
     compute = _compute_type(x)  # fp32 at least, whatever `accumulator` says
     features, grads = x.to(compute), dy.to(compute)
@@ -188,7 +188,7 @@ def winner_dtype(kernel_volume: int) -> torch.dtype:
 
 def _pairs(map: list[Tensor], mirror: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(offset, input rows, output rows) of a CPU map by offset; with `mirror` in reverse, renumbered."""
-    in_rows, out_rows, kptr = map
+    in_rows, out_rows, kptr, _ = map
     start: list[int] = kptr.tolist()
     volume = len(start) - 1
     for k in range(volume):
@@ -291,6 +291,7 @@ def _pool_put_cpu(
 
 
 def _neighbor_counts_cpu(map: list[Tensor], kernel_volume: int, n_out: int) -> Tensor:
+    _C.check_map(map, kernel_volume, n_out)
     return torch.bincount(map[1], minlength=n_out).int()
 
 

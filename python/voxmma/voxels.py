@@ -118,7 +118,7 @@ class Voxels:
 
     @property
     def coords(self) -> torch.Tensor:
-        """(N, 4) int32 batch, x, y, z, contiguous. Not to be written to."""
+        """(N, 4) int32 batch, x, y, z, contiguous; to be read only, see `CoordSet.coords`."""
         return self._coord_set.coords
 
     @property
@@ -137,7 +137,8 @@ class Voxels:
 
     @property
     def counts(self) -> torch.Tensor:
-        """(batch_size,) int64 voxels of each sample, zeros for empty samples, on the voxels' device."""
+        """(batch_size,) int64 voxels of each sample, zeros for empty samples, on the voxels' device; to be
+        read only."""
         return self._coord_set.counts
 
     @property
@@ -199,9 +200,11 @@ class Voxels:
         return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
 
     def pin_memory(self) -> Voxels:
-        """Page-locked copy, as a DataLoader with pin_memory=True makes."""
-        coord_set = CoordSet.trusted(self.coords.pin_memory(), self.batch_size)
-        return Voxels._make(coord_set, self._feats.pin_memory(), self._stride)
+        """Page-locked copy, as a DataLoader with pin_memory=True makes.
+
+        Voxels that shared coordinates before share them afterwards.
+        """
+        return Voxels._make(self._coord_set.pin_memory(), self._feats.pin_memory(), self._stride)
 
     def __add__(self, other: object) -> Voxels:
         """Sum of the features on equal coordinates, in this one's row order.
@@ -440,10 +443,10 @@ def _flatten_with_keys(voxels: Voxels) -> tuple[list[tuple[pytree.KeyEntry, Any]
 
 def _unflatten(children: Any, context: _Context) -> Voxels:
     coords, feats = children
-    if context.coord_set is not None and coords is context.coord_set.coords:
-        coord_set = context.coord_set
-    elif isinstance(coords, torch.Tensor) and coords.dtype != torch.int32:
+    if isinstance(coords, torch.Tensor) and coords.dtype != torch.int32:
         raise TypeError(f"coords of voxels must stay int32, a tree_map made them {coords.dtype}")
+    if context.coord_set is not None and isinstance(coords, torch.Tensor):
+        coord_set = context.coord_set.same_as(coords)
     else:
         coord_set = CoordSet.trusted(coords, context.batch_size)
     return Voxels._make(coord_set, feats, context.stride)

@@ -203,8 +203,9 @@ def spatially_sparse_conv(
     - `coords`, where given;
     - with stride 1: those of x in the same order (submanifold);
     - with another stride, or generative: every o whose window holds a voxel of x, sorted by (batch, x, y, z);
-    - transposed with another stride: the finer voxels that strided layers made those of x from, in the order
-      they had there; for want of such, or generative: every voxel that one of x reaches, sorted.
+    - transposed with another stride: the finer voxels that strided layers made those of x from (or that they
+      read when they were given those of x as `coords`), in the order they had there; for want of such, or
+      generative: every voxel that one of x reaches, sorted.
 
     Coordinates and maps are made once for the coordinates of x and shared by all layers of the same shape.
 
@@ -223,8 +224,10 @@ def spatially_sparse_conv(
             may be negative. At stride 1 another one than the default goes with generative, coords or
             kernel_map only: it would shift the window.
         transposed, generative: see above.
-        coords: output coordinates: a Voxels, a CoordSet or (M, 4) as in Voxels. The maps of a Voxels or a
-            CoordSet are kept, those of a tensor are built anew every time.
+        coords: output coordinates: a Voxels, a CoordSet or (M, 4) as in Voxels. The map is kept as long as
+            both coordinate sets live; a tensor makes a set, and so a map, of its own every time. With a
+            stride, a set that no strided layer made remembers the voxels of x; where several that are alive
+            compete, transposed layers raise ValueError until they are given `coords`.
         max_voxels: most voxels that the layer may make, default 2^26.
         use_fp16_accum: the call's own level of the accumulator precedence (settings.resolve_fp16_accum).
         accumulator: 'fp32' or 'fp16', the same request by name, or 'fp16_promoted:32', ':64', ':128' or

@@ -298,7 +298,8 @@ class CoordSet:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> CoordSet:
         """The same coordinates on `device`; itself when they are there, and the same copy while one lives."""
-        target = torch.empty(0, device=device).device  # resolves 'cuda' to the current device
+        # resolves 'cuda' to the current device
+        target = torch.empty(0, device=device, dtype=torch.uint8).device
         if target == self.device:
             return self
         reference = self._moved.get(target)

@@ -40,7 +40,6 @@ _OUTSIDE = _NONE - 1  # a candidate whose coordinate cannot be packed
 _Axis = tuple[torch.Tensor, torch.Tensor | None]
 
 
-@torch.compiler.disable
 def windows(fine: CoordSet, geometry: Geometry, max_voxels: int | None = None) -> CoordSet:
     """The sites whose kernel window holds a voxel of `fine`: o * stride - padding + k * dilation for some k.
 
@@ -54,7 +53,6 @@ def windows(fine: CoordSet, geometry: Geometry, max_voxels: int | None = None) -
     return _cached(fine, geometry, False, max_voxels)
 
 
-@torch.compiler.disable
 def children(coarse: CoordSet, geometry: Geometry, max_voxels: int | None = None) -> CoordSet:
     """The sites that the voxels of `coarse` reach: o * stride - padding + k * dilation for every k.
 
@@ -68,17 +66,22 @@ def _cached(source: CoordSet, geometry: Geometry, to_children: bool, max_voxels:
     key = (geometry, to_children)
     made = source.derived.get(key)
     if made is None:
-        if source.device.type == "cuda":
-            made = _make_cuda(source, geometry, to_children, limit)
-        else:
-            with torch.inference_mode(False), torch.no_grad():
-                made = _make_cpu(source, geometry, to_children, limit)
-        if not to_children and geometry.stride != (1, 1, 1):
-            made.finer = Finer(source, geometry)
-        made = source.derived.setdefault(key, made)
-    elif made.num > limit:
+        return _make(source, geometry, to_children, limit)
+    if made.num > limit:
         raise _too_many(made.num, limit, source.num)
     return made
+
+
+@torch.compiler.disable
+def _make(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
+    if source.device.type == "cuda":
+        made = _make_cuda(source, geometry, to_children, limit)
+    else:
+        with torch.inference_mode(False), torch.no_grad():
+            made = _make_cpu(source, geometry, to_children, limit)
+    if not to_children and geometry.stride != (1, 1, 1):
+        made.finer = Finer(source, geometry)
+    return source.derived.setdefault((geometry, to_children), made)
 
 
 def check_max_voxels(max_voxels: int | None) -> int:
@@ -125,7 +128,7 @@ def _make_cpu(source: CoordSet, geometry: Geometry, to_children: bool, limit: in
     keys = _expand(source, geometry, to_children, limit)
     bounds = reach(source.bounds, geometry, to_children)
     made = CoordSet.trusted(unpack(keys), source.batch_size, bounds)
-    made._index.ordered = keys, torch.arange(len(keys))
+    made._index.ordered = keys, torch.arange(len(keys), device=keys.device)
     return made
 
 

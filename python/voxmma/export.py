@@ -369,8 +369,8 @@ class _Perturbed(fx.Interpreter):
         self.size = size
 
     def _sign(self, like: Tensor) -> Tensor:
-        signs = torch.randint(2, like.shape, generator=self.generator, dtype=torch.int8).to(like.device)
-        return self.size * (2.0 * signs - 1.0)
+        signs = torch.randint(2, like.shape, generator=self.generator, dtype=torch.int8, device="cpu")
+        return self.size * (2 * signs.to(like) - 1)
 
     def run_node(self, n: fx.Node) -> Any:
         found = n.meta.get("val")
@@ -789,7 +789,8 @@ def load(path: str | Path, check: bool = True, engine: str | None = None) -> Art
     if engine not in (None, "export", "aot"):
         raise ValueError(f"engine is 'export', 'aot' or None, not {engine!r}")
     extra = dict.fromkeys(_EXTRA, "")
-    program = torch.export.load(str(path), extra_files=extra)
+    with torch.device("cpu"):  # torch.export reads into the default device
+        program = torch.export.load(str(path), extra_files=extra)
     if not all(extra.values()):
         raise ArtefactError(f"{path} was not written by voxmma compile")
     metadata = json.loads(extra[_EXTRA[0]])

@@ -539,8 +539,8 @@ def neighbor_table(tensors: list[torch.Tensor], kernel_volume: int, n_out: int) 
 
         return _C.plan_to_table(tensors, n_out)
     in_rows, out_rows, kptr = tensors
-    table = torch.full((kernel_volume, n_out), -1, dtype=torch.int32)
-    offset = torch.repeat_interleave(torch.arange(kernel_volume), kptr.diff())
+    table = torch.full((kernel_volume, n_out), -1, dtype=torch.int32, device=in_rows.device)
+    offset = torch.repeat_interleave(torch.arange(kernel_volume, device=in_rows.device), kptr.diff())
     table[offset, out_rows] = in_rows.int()
     return table
 
@@ -614,9 +614,9 @@ def _build_cpu(
     ]
     # Buffers for all offsets: fresh memory for every step would cost more than the searches.
     batch = pack_batch(coords[:, 0])
-    key, place, seen = (torch.empty(n_out, dtype=torch.int64) for _ in range(3))
-    hit = torch.empty(n_out, dtype=torch.bool)
-    neighbour = torch.empty(n_out, dtype=torch.int64)
+    key, place, seen = (torch.empty(n_out, dtype=torch.int64, device=batch.device) for _ in range(3))
+    hit = torch.empty(n_out, dtype=torch.bool, device=batch.device)
+    neighbour = torch.empty(n_out, dtype=torch.int64, device=batch.device)
     in_rows: list[torch.Tensor] = []
     out_rows: list[torch.Tensor] = []
     for k, offset in enumerate(offsets):
@@ -639,7 +639,8 @@ def _build_cpu(
         out_rows.append(torch.nonzero(neighbour >= 0).flatten())
         in_rows.append(neighbour[out_rows[-1]])
     kptr = [0, *itertools.accumulate(len(rows) for rows in out_rows)]
-    return Direction([torch.cat(in_rows), torch.cat(out_rows), torch.tensor(kptr)], kptr[-1])
+    starts = torch.tensor(kptr, dtype=torch.int64, device=coords.device)
+    return Direction([torch.cat(in_rows), torch.cat(out_rows), starts], kptr[-1])
 
 
 def _axis_query(

@@ -63,7 +63,7 @@ def overflow_bound(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk:
         w = w.unflatten(-2, (steps, chunk))
     sums = w.sum(dim=-2) if chunk else w.sum(dim=(0, -2))
     if a.numel() == 0 or sums.numel() == 0:
-        return torch.zeros((), device=a.device)
+        return torch.zeros((), device=a.device, dtype=torch.float32)
     # fp32 addition may round the sum down by this much at most
     slack = 1 + w.shape[-2] * w.shape[0] * 2.0**-23
     return a.abs().amax().float() * sums.amax() * slack
@@ -134,7 +134,7 @@ def fp16_operands(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: 
     values as possible fall among the subnormals, where mantissas would be cut; `exact` says whether none did.
     Without waiting for the device. Arguments as in :func:`overflow_bound`.
     """
-    one = torch.ones((), device=a.device)
+    one = torch.ones((), device=a.device, dtype=torch.float32)
     largest = weight.abs().amax().float() if weight.numel() else one
     usable = largest.isfinite() & (largest > 0)
     _, exponent = torch.frexp(torch.where(usable, largest, one))

@@ -104,7 +104,7 @@ def sync_batch_norm(
         var = squares / count.clamp(min=1)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
-                rate = torch.where(count > 1, momentum, 0.0)
+                rate = (count > 1).to(count.dtype) * momentum
                 unbiased = squares.detach() / (count - 1).clamp(min=1)
                 for running, now in ((running_mean, mean.detach()), (running_var, unbiased)):
                     running.lerp_(now.to(running.dtype), rate.to(running.dtype))

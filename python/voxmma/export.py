@@ -49,7 +49,7 @@ from torch.utils._pytree import (
 )
 
 import voxmma
-from voxmma import aot, policy_graph, settings, torchflags
+from voxmma import aot, archive, policy_graph, settings, torchflags
 from voxmma.derive import DEFAULT_MAX_VOXELS
 from voxmma.mapped import Layout, MappedVoxels, variable_sizes, with_maps
 from voxmma.policy import (
@@ -514,9 +514,9 @@ class Artefact:
         }
         torch.export.save(self.program, str(path), extra_files=extra)
         if self._package:
-            with zipfile.ZipFile(path, "a") as archive:
-                root = archive.namelist()[0].split("/")[0]
-                archive.writestr(f"{root}/{_PACKAGE}", self._package)
+            with zipfile.ZipFile(path, "a") as file:
+                root = file.namelist()[0].split("/")[0]
+                file.writestr(f"{root}/{_PACKAGE}", self._package)
 
 
 def _is_voxels(value: Any) -> bool:
@@ -774,23 +774,36 @@ def _with_package(artefact: Artefact, wanted: bool | None) -> Artefact:
     return Artefact(program, {**artefact.metadata, "aot": {"missing": reason}}, example, reason=reason)
 
 
-def load(path: str | Path, check: bool = True, engine: str | None = None) -> Artefact:
-    """Reads an artefact. Touches no process-wide state.
+def load(
+    path: str | Path, check: bool = True, engine: str | None = None, *, trust_code: bool = False
+) -> Artefact:
+    """Reads an artefact. Touches no process-wide state, and runs no code that the file brings along.
 
     Args:
         path: the file.
         check: run the stored example and compare; the result is logged (logger voxmma.export).
         engine: 'export' for the graph; 'aot' for the compiled package, an error where there is none that fits
             this machine; None: the package where there is one, else the graph, and the log says why.
+        trust_code: may run the compiled package. It is machine code, which can do whatever this process may:
+            say True for files of your own alone. Without it the graph runs.
 
-    Raises ArtefactError for a file that is no artefact of this format, whose weights are not those that were
-    frozen, or whose numbers are off on this machine.
+    Raises ValueError for engine='aot' without trust_code; ArtefactError for a file that is no artefact of
+    this format or holds anything but data (voxmma.archive), whose weights are not those that were frozen, or
+    whose numbers are off on this machine.
     """
     if engine not in (None, "export", "aot"):
         raise ValueError(f"engine is 'export', 'aot' or None, not {engine!r}")
+    if engine == "aot" and not trust_code:
+        raise ValueError("engine='aot' runs machine code out of the file: it needs trust_code=True")
     extra = dict.fromkeys(_EXTRA, "")
     with torch.device("cpu"):  # torch.export reads into the default device
-        program = torch.export.load(str(path), extra_files=extra)
+        try:
+            content = archive.checked(path)
+        except archive.NotData as error:
+            raise ArtefactError(f"{path} is not read: {error}") from error
+        program = torch.export.load(io.BytesIO(content), extra_files=extra)
+    if hasattr(program, "_guards_code"):
+        program._guards_code = []  # source text, which program.module() would compile
     if not all(extra.values()):
         raise ArtefactError(f"{path} was not written by voxmma compile")
     metadata = json.loads(extra[_EXTRA[0]])
@@ -799,10 +812,12 @@ def load(path: str | Path, check: bool = True, engine: str | None = None) -> Art
     if _weights_hash(program.state_dict) != metadata["weights"]:
         raise ArtefactError(f"{path}: the weights are not those that were frozen")
     example = torch.load(io.BytesIO(base64.b64decode(extra[_EXTRA[1]])), weights_only=True)
-    with zipfile.ZipFile(path) as archive:
-        entries = [name for name in archive.namelist() if name.endswith("/" + _PACKAGE)]
-        package = archive.read(entries[0]) if entries else b""
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        entries = [name for name in file.namelist() if name.endswith("/" + _PACKAGE)]
+        package = file.read(entries[0]) if entries else b""
     reason = "asked for the graph" if engine == "export" else metadata["aot"].get("missing", "")
+    if not reason and not trust_code:
+        reason = "its machine code runs with trust_code=True alone"
     if not reason:
         reason = _machine(example[0]).mismatch(metadata["aot"]["machine"]) or (
             "" if package else "not in the file"
@@ -883,7 +898,7 @@ def register(app: typer.Typer) -> None:
         try:
             artefact = compile_model(module, inputs, chosen, aot)
             artefact.save(out)
-            loaded = load(out, check=False)
+            loaded = load(out, check=False, trust_code=True)  # written a moment ago
             check = loaded.check()
         except (ArtefactError, ValueError, TypeError) as error:
             typer.echo(str(error), err=True)

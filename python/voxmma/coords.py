@@ -132,6 +132,8 @@ class CoordSet:
         "derived",
         "finer",
         "maps",
+        "own",
+        "traced",
     )
 
     coords: torch.Tensor
@@ -139,6 +141,10 @@ class CoordSet:
     batch_size: int
     maps: dict[tuple[Any, ...], MapCore]
     """kernel maps built so far, by kernel shape; see voxmma.kernel_map"""
+    own: dict[Geometry, MapCore]
+    """maps from the set to itself: torch.compile guards on keys, and these hold no id"""
+    traced: bool
+    """whether all its maps are inputs of a graph; see voxmma.mapped"""
     calls: dict[tuple[Any, ...], Repeat]
     """what was decided for layers that ran on this set; see voxmma.call"""
     derived: dict[tuple[Any, ...], CoordSet]
@@ -168,6 +174,8 @@ class CoordSet:
         self.coords = coords
         self.batch_size = batch_size
         self.maps = {}
+        self.own = {}
+        self.traced = False
         self.derived = {}
         self.calls = {}
         self.finer = None

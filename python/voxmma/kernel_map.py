@@ -133,6 +133,8 @@ def core_between(fine: CoordSet, coarse: CoordSet, geometry: Geometry, flipped: 
         if link is not None and link.geometry == geometry and link.came_from(fine):
             core.sides = link.sides
         core = owner.maps.setdefault(core.key, core)
+        if owner is other:
+            owner.own[geometry] = core
     return core
 
 
@@ -358,6 +360,7 @@ class KernelMap:
         core.sides.clear()
         if owner.maps.get(core.key) is core:
             del owner.maps[core.key]
+            owner.own.pop(core.geometry, None)
         for key in [key for key, call in tuple(owner.calls.items()) if call.core is core]:
             owner.calls.pop(key, None)  # it holds the tensors, too
 
@@ -480,7 +483,11 @@ def kernel_map(
         if source.batch_size != target.batch_size:
             raise ValueError(f"out_coords has {target.batch_size} samples, in_coords has {source.batch_size}")
     fine, coarse = (target, source) if transposed else (source, target)
-    made = KernelMap(source, target, core_between(fine, coarse, geometry, flipped), transposed)
+    if torch.compiler.is_compiling() and target is source and not source.traced and geometry in source.own:
+        core = source.own[geometry]
+    else:
+        core = core_between(fine, coarse, geometry, flipped)
+    made = KernelMap(source, target, core, transposed)
     if made.symmetric:
         made.reverse = False  # one direction serves both
     return made._built()
@@ -505,6 +512,23 @@ def _geometry(
 
 #: The same for plain ints: equal arguments of other types, such as True, must not find what 1 left.
 _cubic_geometry = functools.lru_cache(maxsize=256)(_geometry)
+
+
+def traceable(x: CoordSet, geometry: Geometry, elsewhere: bool = False) -> bool:
+    """Whether torch.compile can find a layer's map among its inputs, in a way that serves other sets, too.
+
+    So it is for maps that are inputs of the graph (voxmma.mapped), and for maps from a set to itself that are
+    there. Others are cached under ids of sets, or have yet to be built.
+
+    `elsewhere`: the layer makes its outputs on another set, whatever its stride. Reads little of what it is
+    given: all of that is guarded on, and layers share the code.
+    """
+    if x.traced:
+        return True
+    if elsewhere or geometry.stride != (1, 1, 1) or geometry not in x.own:
+        return False
+    core = x.own[geometry]
+    return False in core.sides and (core.symmetric or True in core.sides)
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:

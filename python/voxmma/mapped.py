@@ -117,6 +117,8 @@ class Layout:
             core.sides[edge.reverse] = Direction([next(tensors) for _ in range(edge.tensors)], -1)
         for place in self.trees:
             sets[place]._segments = [(next(tensors), next(tensors)) for _ in range(_LEVELS)]
+        for made in sets:
+            made.traced = True
         return sets
 
     def to_json(self) -> list[Any]:

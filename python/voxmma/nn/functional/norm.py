@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from voxmma.coordops import lookup, union
-from voxmma.segments import sample_mean, spread
+from voxmma.segments import sample_mean, spread, statistics_break
 from voxmma.voxels import Voxels
 
 # ---- any function of the features --------------------------------------------------------------------------
@@ -132,10 +132,13 @@ def group_norm(
     """
     if not isinstance(x, Voxels):
         raise TypeError(f"x must be a voxmma.Voxels, statistics are per sample; got {type(x).__name__}")
+    coords = x.coord_set
+    if statistics_break(coords):
+        return _group_norm_outside(x, num_groups, weight, bias, eps)
     channels = x.feats.shape[1]
     if num_groups < 1 or channels % num_groups:
         raise ValueError(f"num_groups={num_groups} does not divide the {channels} channels of x")
-    coords, values = x.coord_set, _wide(x.feats)
+    values = _wide(x.feats)
 
     def group_mean(v: torch.Tensor) -> torch.Tensor:
         mean = sample_mean(v, coords).unflatten(1, (num_groups, -1)).mean(2, keepdim=True)
@@ -144,6 +147,9 @@ def group_norm(
     centred = values - spread(group_mean(values), coords)
     scale = torch.rsqrt(group_mean(centred.square()) + eps)
     return x.with_feats(_affine(centred * spread(scale, coords), weight, bias).to(x.dtype))
+
+
+_group_norm_outside = torch.compiler.disable(group_norm)
 
 
 def instance_norm(

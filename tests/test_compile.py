@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import pathlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,16 +116,15 @@ def test_fault_41_one_graph_for_every_scene(device: torch.device, backend: str) 
         torch.testing.assert_close(compiled(x)[1], plain(x)[1], rtol=1e-4, atol=1e-4)
 
 
-def test_fault_41_records_are_not_traced(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured tiles are looked up by path and device, which torch.compile cannot trace. On a CPU, where
-    nothing is measured, a stand-in does the same."""
-    seen = []
-
-    def stamp(target: object) -> int:
-        seen.append(torch.compiler.is_compiling())
-        return {(pathlib.Path("tune.jsonl"), target): 1}[pathlib.Path("tune.jsonl"), target]
-
-    monkeypatch.setattr(tunecache, "stamp", stamp)
+def test_fault_41_records_are_not_traced(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Measured tiles are looked up by path and device, which torch.compile cannot trace. A CPU
+    is looked up here as a GPU is."""
+    owner = tunecache.Owner("a card", "9.0", 1, "1.0", "a build")
+    monkeypatch.setattr(tunecache, "owner_of", lambda where: owner)
+    monkeypatch.setattr(tunecache, "stamp", lambda where: tunecache.table(where).version)
+    voxmma.settings._set(cache_dir=str(tmp_path))
     weights = [torch.randn(27, c, 8, device=device) for c in (4, 8, 16)]
 
     def step(x: voxmma.Voxels, weight: torch.Tensor, kernel_map: Any) -> torch.Tensor:
@@ -140,15 +139,17 @@ def test_fault_41_records_are_not_traced(device: torch.device, monkeypatch: pyte
         torch.testing.assert_close(compiled(x, dynamic_channels, mapping), step(x, dynamic_channels, mapping))
     net = Net().to(device)
     check(net, copied := copy.deepcopy(net), torch.compile(copied, backend="eager"), scene(80, 2, device))
-    assert seen
+    assert any(place[0].parent == tmp_path for place in tunecache._tables)
 
 
 def test_fault_41_outputs_on_another_set(device: torch.device) -> None:
     """`coords=` makes a map under the ids of two sets: no graph is made for each of them."""
     layer = nn.SparseConv3d(4, 8, 3).to(device)
-    compiled = torch.compile(
-        lambda x, y: layer(x.with_feats(x.feats.cos()), coords=y).feats.sin(), backend="eager"
-    )
+
+    def step(x: voxmma.Voxels, y: voxmma.Voxels) -> torch.Tensor:
+        return layer(x.with_feats(x.feats.cos()), coords=y).feats.sin()
+
+    compiled = torch.compile(step, backend="eager")
     for n in range(60, 80):
         x, y = scene(n, 2, device, n), scene(n + 5, 2, device, n + 1)
         torch.testing.assert_close(compiled(x, y), step(x, y))

@@ -78,21 +78,21 @@ def test_an_artefact_passes_and_is_read_whole(good: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "name", ["../evil", "/etc/passwd", "a/../../b", "a\\b", "C:evil", "x/data/aotinductor/m/a.so"]
 )
-def test_fault_43_entries_of_other_places_are_refused(good: Path, tmp_path: Path, name: str) -> None:
+def test_fault_59_entries_of_other_places_are_refused(good: Path, tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "bad.pt2", [*entries(good), (name, b"data")])
     with pytest.raises(ArtefactError, match="none of an artefact") as raised:
         load(path, trust_code=True)
     assert name.rsplit("\\", 1)[-1] in str(raised.value)
 
 
-def test_fault_43_machine_code_of_torchs_own_is_refused(good: Path, tmp_path: Path) -> None:
+def test_fault_59_machine_code_of_torchs_own_is_refused(good: Path, tmp_path: Path) -> None:
     parts = entries(good)
     path = write(tmp_path / "bad.pt2", [*parts, (f"{root(parts)}data/aotinductor/model/a.so", b"\x7fELF")])
     with pytest.raises(ArtefactError, match=r"aotinductor/model/a\.so"):
         load(path)
 
 
-def test_fault_43_repeated_linked_compressed_or_lying_entries_are_refused(good: Path, tmp_path: Path) -> None:
+def test_fault_59_repeated_linked_compressed_or_lying_entries_are_refused(good: Path, tmp_path: Path) -> None:
     parts = entries(good)
     path = tmp_path / "bad.pt2"
     with pytest.raises(ArtefactError, match="is there twice"):
@@ -114,7 +114,7 @@ def test_fault_43_repeated_linked_compressed_or_lying_entries_are_refused(good: 
         load(path)
 
 
-def test_fault_43_a_changed_or_cut_file_is_refused(good: Path, tmp_path: Path) -> None:
+def test_fault_59_a_changed_or_cut_file_is_refused(good: Path, tmp_path: Path) -> None:
     data, path = bytearray(good.read_bytes()), tmp_path / "bad.pt2"
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(ArtefactError, match="no intact archive"):
@@ -130,7 +130,7 @@ def test_fault_43_a_changed_or_cut_file_is_refused(good: Path, tmp_path: Path) -
         load(path)
 
 
-def test_fault_43_pickles_are_not_run(good: Path, tmp_path: Path) -> None:
+def test_fault_59_pickles_are_not_run(good: Path, tmp_path: Path) -> None:
     """Wherever torch would unpickle: sample inputs, legacy weights, tensors marked as pickled, the check."""
     parts, mark, path = entries(good), tmp_path / "mark", tmp_path / "bad.pt2"
     saved = io.BytesIO()
@@ -197,14 +197,14 @@ def _size(program: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_fault_43_programs_that_could_be_code_are_refused(
+def test_fault_59_programs_that_could_be_code_are_refused(
     good: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     with pytest.raises(ArtefactError, match=message):
         load(write(tmp_path / "bad.pt2", edited(entries(good), change)))
 
 
-def test_fault_43_guards_of_a_file_are_not_compiled(good: Path, tmp_path: Path) -> None:
+def test_fault_59_guards_of_a_file_are_not_compiled(good: Path, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
 
     def change(program: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ def graphs() -> int:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_fault_41_scenes_of_every_size(device: torch.device, backend: str) -> None:
+def test_fault_57_scenes_of_every_size(device: torch.device, backend: str) -> None:
     """New coordinates in every call. Graphs break around what makes maps; few are made, and none after all
     kinds of sizes were seen: 0, 1 and more rows."""
     plain = Net().to(device)
@@ -95,7 +95,7 @@ def test_fault_41_scenes_of_every_size(device: torch.device, backend: str) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_fault_41_one_graph_for_every_scene(device: torch.device, backend: str) -> None:
+def test_fault_57_one_graph_for_every_scene(device: torch.device, backend: str) -> None:
     """The same without a break: maps are inputs of the graph."""
     plain = Net().to(device)
     other = copy.deepcopy(plain)
@@ -116,7 +116,7 @@ def test_fault_41_one_graph_for_every_scene(device: torch.device, backend: str) 
         torch.testing.assert_close(compiled(x)[1], plain(x)[1], rtol=1e-4, atol=1e-4)
 
 
-def test_fault_41_records_are_not_traced(
+def test_fault_57_records_are_not_traced(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Measured tiles are looked up by path and device, which torch.compile cannot trace. A CPU
@@ -142,7 +142,7 @@ def test_fault_41_records_are_not_traced(
     assert any(place[0].parent == tmp_path for place in tunecache._tables)
 
 
-def test_fault_41_outputs_on_another_set(device: torch.device) -> None:
+def test_fault_57_outputs_on_another_set(device: torch.device) -> None:
     """`coords=` makes a map under the ids of two sets: no graph is made for each of them."""
     layer = nn.SparseConv3d(4, 8, 3).to(device)
 

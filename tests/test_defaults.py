@@ -252,7 +252,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_fault_42_default_device_and_dtype_change_nothing(
+def test_fault_58_default_device_and_dtype_change_nothing(
     device: torch.device, name: str, defaults: Callable[[], None]
 ) -> None:
     data = Data(device)
@@ -266,7 +266,7 @@ def test_fault_42_default_device_and_dtype_change_nothing(
         assert _same(one, other)
 
 
-def test_fault_42_programs_run_under_any_default(device: torch.device, defaults: Callable[[], None]) -> None:
+def test_fault_58_programs_run_under_any_default(device: torch.device, defaults: Callable[[], None]) -> None:
     """The demonstration and the speed benchmark, which make networks of their own."""
     defaults()
     shown = demo.run([device], voxel_size=1.0, repeats=1)
@@ -280,7 +280,7 @@ def test_fault_42_programs_run_under_any_default(device: torch.device, defaults:
 
 
 @pytest.mark.gpu
-def test_fault_42_gate_and_tuner_run_under_any_default(tmp_path: Path, defaults: Callable[[], None]) -> None:
+def test_fault_58_gate_and_tuner_run_under_any_default(tmp_path: Path, defaults: Callable[[], None]) -> None:
     device = torch.device("cuda", 0)
     data = Data(device)
     defaults()
@@ -340,7 +340,7 @@ def unsaid(source: str) -> list[tuple[int, str]]:
     return found
 
 
-def test_fault_42_every_tensor_has_a_device_and_a_type() -> None:
+def test_fault_58_every_tensor_has_a_device_and_a_type() -> None:
     package = Path(voxmma.__file__).parent
     found = {str(p.relative_to(package)): unsaid(p.read_text()) for p in package.rglob("*.py")}
     assert len(found) > 40

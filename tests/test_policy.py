@@ -658,7 +658,7 @@ def test_sparse_layers_in_a_graph_take_the_accumulator_and_tiles_of_the_policy()
     ops = torch.ops.voxmma
     x, weight = torch.randn(5, 32), torch.randn(1, 32, 32)
     rows = torch.arange(5)
-    maps = [rows, rows, torch.tensor([0, 5])]
+    maps = [rows, rows, torch.tensor([0, 5]), torch.empty(0, 5, 5, dtype=torch.int32)]
 
     def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return ops.conv(x, weight, None, maps, [], 5, True, False, "fp32", "cpu", "cpu", "cpu")

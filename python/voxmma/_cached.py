@@ -14,7 +14,6 @@ _V = TypeVar("_V")
 
 #: The handle of a device's current stream; only CUDA builds of torch have it.
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_TRACED = threading.RLock()
 
 
 class Made:
@@ -92,8 +91,10 @@ def _version(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _capturing(index: int) -> bool:
+    if torch._C._cuda_getDevice() == index:  # asked for every set and map that is made
+        return torch._C._cuda_isCurrentStreamCapturing()
     with torch.cuda.device(index):
-        return torch.cuda.is_current_stream_capturing()
+        return torch._C._cuda_isCurrentStreamCapturing()
 
 
 def refuse_capture(what: str, device: torch.device) -> None:
@@ -108,7 +109,7 @@ def refuse_capture(what: str, device: torch.device) -> None:
 
 def new_lock() -> contextlib.AbstractContextManager[Any]:
     """What a builder holds, so that the first of several threads builds and the others wait for it."""
-    return _TRACED if torch.compiler.is_compiling() else threading.RLock()
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else threading.RLock()
 
 
 def keep(cache: dict[_K, _V], key: _K, value: _V, limit: int) -> _V:

@@ -475,7 +475,7 @@ def bound(
 def largest_finite(t: Tensor) -> Tensor:
     """The largest finite magnitude as a 0-d fp32 (of fp64: fp64) tensor; 0 where there is none."""
     if t.numel() == 0:
-        return torch.zeros((), device=t.device)
+        return torch.zeros((), dtype=torch.float32, device=t.device)
     found = t.detach().abs().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).amax()
     return found if t.dtype == torch.float64 else found.float()
 

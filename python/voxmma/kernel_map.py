@@ -130,6 +130,8 @@ class MapCore:
 
     def cached(self, owner: CoordSet) -> MapCore:
         """The core in the cache of `owner` under this one's key, which is this one where there was none."""
+        if torch.compiler.is_dynamo_compiling():  # the sets are new and go with the trace
+            return owner.maps.setdefault(self.key, self)
         with owner._index.lock:
             core = keep(owner.maps, self.key, self, _KEPT["maps"])
             other = self.other

@@ -52,11 +52,8 @@ def tree(coords: CoordSet) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def statistics_break(coords: CoordSet) -> bool:
-    """Whether torch.compile has to leave sums over samples to eager code: the tree is no input of its graph.
-
-    Its depth and sizes depend on the scene.
-    """
-    return torch.compiler.is_compiling() and not coords.traced
+    """Whether torch.compile has to leave sums over samples to eager code: the tree has yet to be built."""
+    return torch.compiler.is_compiling() and not coords.traced and coords._index.segments is None
 
 
 class _SampleSum(torch.autograd.Function):

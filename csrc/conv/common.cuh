@@ -164,6 +164,49 @@ __device__ __forceinline__ uint32_t dealt(uint32_t round, uint32_t index, uint32
   return round * count + (round & 1 ? count - 1 - index : index);
 }
 
+// A launch with fewer items (tile, block of output channels, group) than multiprocessors has each of them shared by
+// several CTAs: a part takes the products of some chunks of input channels under some offsets, and the fp32 sums of the
+// parts are added in their order. The parts of an item follow each other, chunks fastest.
+inline constexpr int kMaxParts = 8;
+struct Parts {
+  int chunks = 1, offsets = 1;  // kMaxParts at most together, and no more than there are of each
+  __host__ __device__ int count() const { return chunks * offsets; }
+  // Chunks of part `rank` are chunk(rank, n) .. chunk_end(rank, n) - 1, of n.
+  __device__ int chunk(int rank, int n) const { return n * (rank % chunks) / chunks; }
+  __device__ int chunk_end(int rank, int n) const { return n * (rank % chunks + 1) / chunks; }
+  // Offsets of part `rank`, as bits of a pass: bit j is offset k_begin + j. At least one of every part, over all passes.
+  __device__ uint32_t offsets_of(int rank, int volume, const Pass& pass) const {
+    const auto below = [&](int k) {  // bits of the pass's offsets that are less than k
+      const int bits = min(max(k - pass.k_begin, 0), pass.k_count);
+      return bits == 32 ? ~0u : (1u << bits) - 1;
+    };
+    return below(volume * (rank / chunks + 1) / offsets) & ~below(volume * (rank / chunks) / offsets);
+  }
+};
+
+// The parts that make a launch of `items` shortest, 1 where the multiprocessors have enough to do. In units of one step
+// (an offset and a chunk): a CTA starts in kStart of them, extra(parts) is what adding the sums takes, and
+// at_once(parts) items run at a time.
+template <class AtOnce, class Extra>
+inline Parts share_items(int64_t items, int chunks, int volume, int sm_count, AtOnce at_once, Extra extra) {
+  constexpr int64_t kStart = 8;
+  Parts best;
+  if (items >= sm_count) return best;
+  int64_t least = (kStart + int64_t{chunks} * volume) * 15 / 16;
+  for (int parts = 2; parts <= kMaxParts; ++parts) {
+    for (int c = parts; c >= 1; --c) {  // a chunk's rows are gathered by all its parts, so rather more parts of those
+      if (parts % c != 0 || c > chunks || parts / c > volume) continue;
+      const int64_t steps = ceil_div(chunks, c) * ceil_div(volume, parts / c);
+      const int64_t took = ceil_div(items, at_once(parts)) * (kStart + steps + extra(parts));
+      if (took >= least) continue;
+      least = took;
+      best.chunks = c;
+      best.offsets = parts / c;
+    }
+  }
+  return best;
+}
+
 // Can rows of `ld` elements of `bytes` bytes each, entered at multiples of `step` elements, take 16-byte accesses?
 inline bool rows_aligned16(const void* base, int64_t ld, int64_t step, int bytes) {
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 && ld * bytes % 16 == 0 && step * bytes % 16 == 0;

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -290,6 +291,32 @@ cudaError_t launch_kernel(void (*kernel)(Params...), int64_t blocks, int threads
 }
 
 inline size_t no_workspace(const ConvArgs&) { return 0; }
+
+// Parts of a kernel whose CTAs leave their sums in memory, [parts][n_out][groups * c_out], for reduce_parts. A step takes
+// about half a microsecond; adding up a launch and the time of its bytes.
+inline Parts share_items(const ConvArgs& args, int64_t items, int chunks, int ctas_an_sm, int dtype_bytes) {
+  constexpr int64_t kLaunch = 4, kBytes = 1'000'000;  // steps, and bytes written and read in one
+  const int64_t bytes = args.plan.n_out * args.groups * args.c_out * dtype_bytes;
+  return share_items(
+      items, chunks, args.plan.kernel_volume, args.sm_count,
+      [&](int parts) { return std::max<int64_t>(1, int64_t{ctas_an_sm} * args.sm_count / parts); },
+      [&](int parts) { return kLaunch + parts * bytes / kBytes; });
+}
+inline size_t parts_workspace(const ConvArgs& args, const Parts& parts, int dtype_bytes) {
+  if (parts.count() == 1) return 0;
+  return static_cast<size_t>(parts.count()) * args.plan.n_out * args.groups * args.c_out * dtype_bytes;
+}
+// The launch that leaves the parts' sums, of type `acc`, in the workspace; `args` as they are where nothing is shared.
+inline ConvArgs parts_args(ConvArgs args, const Parts& parts, DType acc) {
+  if (parts.count() == 1) return args;
+  args.out = args.workspace;
+  args.ldo = static_cast<int64_t>(args.groups) * args.c_out;
+  args.out_dtype = acc;
+  args.bias = nullptr;
+  return args;
+}
+// Adds them in order, then the bias, and rounds once. Does nothing where nothing is shared. Defined in pack.cu.
+cudaError_t reduce_parts(const ConvArgs& args, const Parts& parts, DType acc, cudaStream_t stream);
 
 // Number of parts the tiles are split into by a wgrad kernel that starts `blocks` CTAs a part and leaves `count` partial
 // sums of `bytes` bytes: two waves of CTAs, at most 256 MB, never more than there are tiles, at least 1.

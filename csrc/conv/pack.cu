@@ -1,4 +1,4 @@
-// The weight image of the fprop kernels, and the fixed-order sum of wgrad partials.
+// The weight image of the fprop kernels, and the fixed-order sums of partial results.
 #include "common.cuh"
 
 namespace voxmma {
@@ -89,22 +89,32 @@ cudaError_t pack_input(const PackArgs& args, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-template <class A, class T>
-__global__ void reduce_kernel(const A* partial /* [splits][count] */, int splits, int64_t count, T* out /* [count] */) {
+// out[i] = sum of partial[0][i], partial[1][i], ... in this order, [splits][count]. Rows: i is a row and a column of
+// `columns`; a row of `out` has ldo elements, and the column's bias is added last.
+template <class A, class T, bool Rows>
+__global__ void reduce_kernel(const A* partial, int splits, int64_t count, T* out, int64_t columns, int64_t ldo,
+                              const float* bias) {
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (i >= count) return;
   A sum = 0;
 #pragma unroll 8
   for (int s = 0; s < splits; ++s) sum += partial[s * count + i];
-  out[i] = convert<T>(sum);
+  if constexpr (Rows) {
+    const int64_t row = i / columns, column = i - row * columns;
+    if (bias != nullptr) sum += static_cast<A>(bias[column]);
+    out[row * ldo + column] = convert<T>(sum);
+  } else {
+    out[i] = convert<T>(sum);
+  }
 }
 
-template <class A>
-cudaError_t reduce_typed(const A* partial, int splits, int64_t count, void* out, DType out_dtype, cudaStream_t stream) {
-  const int64_t blocks = ceil_div(count, kThreads);
+template <bool Rows, class A>
+cudaError_t reduce_typed(const A* partial, int splits, int64_t count, void* out, DType out_dtype, cudaStream_t stream,
+                         int64_t columns = 0, int64_t ldo = 0, const float* bias = nullptr) {
   const auto run = [&](auto* typed) {
     using T = std::remove_pointer_t<decltype(typed)>;
-    return launch_kernel(reduce_kernel<A, T>, blocks, kThreads, 0, stream, partial, splits, count, typed);
+    return launch_kernel(reduce_kernel<A, T, Rows>, ceil_div(count, kThreads), kThreads, 0, stream, partial, splits,
+                         count, typed, columns, ldo, bias);
   };
   switch (out_dtype) {
     case DType::f16: return run(static_cast<__half*>(out));
@@ -134,9 +144,22 @@ cudaError_t pack_weight(const PackArgs& args, cudaStream_t stream) {
 
 cudaError_t reduce_splits(const void* partial, DType acc, int splits, int64_t count, void* out, DType out_dtype,
                           cudaStream_t stream) {
-  if (acc == DType::f32) return reduce_typed(static_cast<const float*>(partial), splits, count, out, out_dtype, stream);
+  if (acc == DType::f32)
+    return reduce_typed<false>(static_cast<const float*>(partial), splits, count, out, out_dtype, stream);
   if (acc == DType::f64)
-    return reduce_typed(static_cast<const double*>(partial), splits, count, out, out_dtype, stream);
+    return reduce_typed<false>(static_cast<const double*>(partial), splits, count, out, out_dtype, stream);
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t reduce_parts(const ConvArgs& args, const Parts& parts, DType acc, cudaStream_t stream) {
+  if (parts.count() == 1) return cudaSuccess;
+  const int64_t columns = int64_t{args.groups} * args.c_out, count = args.plan.n_out * columns;
+  const auto run = [&](const auto* partial) {
+    return reduce_typed<true>(partial, parts.count(), count, args.out, args.out_dtype, stream, columns, args.ldo,
+                              args.bias);
+  };
+  if (acc == DType::f32) return run(static_cast<const float*>(args.workspace));
+  if (acc == DType::f64) return run(static_cast<const double*>(args.workspace));
   return cudaErrorInvalidValue;
 }
 

@@ -328,6 +328,11 @@ inline int wgrad_splits(const ConvArgs& args, int64_t blocks, int64_t count, int
   return static_cast<int>(splits < 1 ? 1 : splits);
 }
 
+// Bytes of a wgrad kernel's partial sums. A single split writes dW itself.
+inline size_t wgrad_workspace(int splits, int64_t count, int bytes) {
+  return splits == 1 ? 0 : static_cast<size_t>(splits) * count * bytes;
+}
+
 // out[i] = sum over s, in order, of partial[s][i]; partial is fp32 or fp64 (`acc`). Defined in pack.cu.
 cudaError_t reduce_splits(const void* partial, DType acc, int splits, int64_t count, void* out, DType out_dtype,
                           cudaStream_t stream);

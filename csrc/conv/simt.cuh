@@ -430,14 +430,18 @@ struct SimtWgrad {
   static int splits(const ConvArgs& args) {  // four of these CTAs fit on a multiprocessor
     return wgrad_splits(args, ceil_div(blocks(args), 4), count(args), sizeof(typename C::A));
   }
+  // 16-bit results are rounded by reduce_splits.
+  static bool direct(const ConvArgs& args) { return splits(args) == 1 && args.out_dtype == C::Acc; }
   static size_t workspace(const ConvArgs& args) {
-    return static_cast<size_t>(splits(args)) * count(args) * sizeof(typename C::A);
+    return direct(args) ? 0 : static_cast<size_t>(splits(args)) * count(args) * sizeof(typename C::A);
   }
-  static cudaError_t launch(const ConvArgs& args, cudaStream_t stream) {
+  static cudaError_t launch(const ConvArgs& given, cudaStream_t stream) {
+    ConvArgs args = given;
+    if (direct(args)) args.workspace = args.out;
     const auto kernel = C::narrow(args) ? simt_wgrad_kernel<C, true> : simt_wgrad_kernel<C, false>;
     const cudaError_t status = launch_kernel(kernel, blocks(args) * splits(args), C::kThreads, 0, stream, args,
                                              ci_blocks(args), co_blocks(args), splits(args));
-    if (status != cudaSuccess) return status;
+    if (status != cudaSuccess || direct(args)) return status;
     return reduce_splits(args.workspace, C::Acc, splits(args), count(args), args.out, args.out_dtype, stream);
   }
 };
@@ -457,7 +461,8 @@ KernelEntry simt_wgrad_entry(const char* name) {
   return {{name, Op::wgrad, In, C::Acc == DType::f64 ? Accum::f64 : Accum::f32, C::kCols, C::kCols, C::kDepth, 1,
            "SIMT", 0, 80},
           SimtWgrad<C>::workspace,
-          SimtWgrad<C>::launch};
+          SimtWgrad<C>::launch,
+          SimtWgrad<C>::splits};
 }
 
 }  // namespace voxmma

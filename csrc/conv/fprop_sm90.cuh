@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       while (!walk.done()) {
         const Pass pass = next;
         uint32_t used = __reduce_or_sync(0xffffffffu, next_frag);  // offsets any row of the tile uses
-        bool rows = used != 0;  // are they copied?
+        bool rows = used != 0;                                     // are they copied?
         if constexpr (Shared) {
           const uint32_t share = shared_by.offsets_of(rank, plan.kernel_volume, pass);
           used &= share;

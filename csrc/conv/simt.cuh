@@ -129,11 +129,11 @@ __global__ void __launch_bounds__(C::kThreads, 2)
   for (int p = scheduled.first_pass; p < scheduled.first_pass + scheduled.passes; ++p) {
     const uint32_t* frag = plan.frag + static_cast<int64_t>(p) * kFrags + sub * kSubFrags;
     const Pass pass = load_pass(plan, p);
-    const uint32_t mask = __reduce_or_sync(~0u, __ldg(frag + lane % kSubFrags)) &
-                          parts.offsets_of(part, plan.kernel_volume, pass);
+    const uint32_t mask =
+        __reduce_or_sync(~0u, __ldg(frag + lane % kSubFrags)) & parts.offsets_of(part, plan.kernel_volume, pass);
     if (!mask) continue;
     const uint32_t mine = __ldg(frag + ty * TM / kFragRows);  // the fragment this warp's rows lie in
-    __syncthreads();  // the previous pass has read s_row and its last buffers
+    __syncthreads();                                          // the previous pass has read s_row and its last buffers
     resolve_rows<kRows>(plan, tile, pass, sub * kRows, s_row);
     __syncthreads();
 
@@ -269,10 +269,10 @@ cudaError_t launch_simt_fprop(const ConvArgs& given, cudaStream_t stream) {
                          rows_aligned16(args.out, args.ldo, 0, out_bytes));
   }
   const int n_blocks = static_cast<int>(ceil_div(args.c_out, C::kCols));
-  const cudaError_t status = launch_kernel(
-      simt_fprop_kernel<C>, tiles * (kTileM / C::kRows) * args.groups * n_blocks * parts.count(), C::kThreads, 0, stream,
-      args, n_blocks, rows_aligned16(args.a, args.lda, args.a_group, in_bytes),
-      rows_aligned16(args.out, args.ldo, args.c_out, out_bytes), parts);
+  const cudaError_t status =
+      launch_kernel(simt_fprop_kernel<C>, tiles * (kTileM / C::kRows) * args.groups * n_blocks * parts.count(),
+                    C::kThreads, 0, stream, args, n_blocks, rows_aligned16(args.a, args.lda, args.a_group, in_bytes),
+                    rows_aligned16(args.out, args.ldo, args.c_out, out_bytes), parts);
   return status != cudaSuccess ? status : reduce_parts(given, parts, C::Acc, stream);
 }
 

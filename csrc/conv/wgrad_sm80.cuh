@@ -398,10 +398,9 @@ struct WgradSm80Launch {
     const int parts = splits(given);
     ConvArgs args = given;
     if (parts == 1) args.workspace = args.out;
-    const cudaError_t status =
-        launch_kernel(wgrad_sm80_kernel<C>, blocks(args) * parts, C::kThreads, C::kSmem, stream, args,
-                      offset_blocks(args), static_cast<int>(ceil_div(args.c_in, C::CI)),
-                      static_cast<int>(ceil_div(args.c_out, C::CO)), parts);
+    const cudaError_t status = launch_kernel(wgrad_sm80_kernel<C>, blocks(args) * parts, C::kThreads, C::kSmem, stream,
+                                             args, offset_blocks(args), static_cast<int>(ceil_div(args.c_in, C::CI)),
+                                             static_cast<int>(ceil_div(args.c_out, C::CO)), parts);
     if (status != cudaSuccess || parts == 1) return status;
     return reduce_splits(args.workspace, DType::f32, parts, count(args), args.out, args.out_dtype, stream);
   }

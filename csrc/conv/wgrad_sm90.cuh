@@ -73,12 +73,12 @@ WgradGrid small_wgrad_grid(const ConvArgs& args, WgradGrid g) {
   const int volume = args.plan.kernel_volume, blocks = g.blocks_m * g.blocks_n * args.groups;
   double least = std::numeric_limits<double>::infinity();
   for (int slots = std::min(C::kSlots, volume); slots >= 1; --slots) {
-    const int groups = (volume + slots - 1) / slots, most = std::min(args.plan.tiles, args.sm_count / (groups * blocks));
+    const int groups = (volume + slots - 1) / slots,
+              most = std::min(args.plan.tiles, args.sm_count / (groups * blocks));
     const int in_turn = (slots + C::kConsumers * C::kStack - 1) / (C::kConsumers * C::kStack);  // on a warpgroup
     const double tile = std::max(kGather, in_turn * (kTileM / 32) * kStep);
     for (int splits = 1; splits <= most; ++splits) {
-      const double took =
-          (args.plan.tiles + splits - 1) / splits * tile + (splits > 1 ? splits * sums / kSums : 0);
+      const double took = (args.plan.tiles + splits - 1) / splits * tile + (splits > 1 ? splits * sums / kSums : 0);
       if (took >= least) continue;
       least = took;
       g.offset_groups = groups;

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from voxmma.kernel_map import KernelMap, kernel_map
 from voxmma.nn.functional import spatially_sparse_conv
 from voxmma.tiles import Tile, compiled, select_tile
 
-from conftest import random_coords, surface_coords
+from conftest import random_coords, script, surface_coords
 
 ROWS = (1, 5, 254, 1082, 4541)
 CHANNELS = ((16, 16), (64, 64), (128, 128), (256, 256), (18, 20), (64, 200))
@@ -262,3 +264,34 @@ def test_small_sets_run_in_a_graph() -> None:
             graph.replay()
             want = accuracy.reference_conv(given, w, kmap.pairs(), 254)[0]
             assert torch.equal(y, accuracy.exact(want, y.dtype)), (tile.name, factor)
+
+
+def test_small_sets_are_timed(tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture) -> None:
+    timed, out = script("small_sets"), tmp_path / "small.json"
+    options = [
+        "--voxels",
+        "5",
+        "--voxels",
+        "254",
+        "--channels",
+        "8",
+        "--repeats",
+        "1",
+        "--device",
+        str(device),
+    ]
+    assert timed.main([*options, "--out", str(out)]) == 0
+    stored = json.loads(out.read_text())
+    assert stored["kind"] == "small_sets" and stored["repeats"] == 1
+    rows = [row for row in stored["rows"] if row["lib"] == "voxmma"]
+    assert [(row["voxels"], row["channels"]) for row in rows] == [(5, 8), (254, 8)]
+    for row in rows:
+        assert row["parts"] >= 1 and row["note"]
+        assert row["forward_us"] > 0 and row["step_us"] > 0 and row["step_kernel_us"] > 0
+    coords = timed.some_voxels(254)
+    assert len(torch.unique(coords, dim=0)) == 254
+    assert voxmma.kernel_map(CoordSet(coords, 1), 3).num_pairs > 5 * 254  # they lie together
+    for bad in (["--voxels", "0"], ["--channels", "-1"], ["--repeats", "0"]):
+        with pytest.raises(SystemExit):
+            timed.main([*bad, "--out", str(out)])
+        assert "must be at least 1" in capsys.readouterr().err

@@ -83,9 +83,11 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _parts(tile: str, weight: Tensor, mapping: KernelMap, device: torch.device) -> int:
     """`Record.parts` of a call. weight: (K, C_in, C_out) or (K, G, C_in, C_out)."""
+    if device.type != "cuda":
+        return 1
     if torch.compiler.is_compiling():
         return 0
-    if device.type != "cuda" or mapping.out_coords.num == 0:
+    if mapping.out_coords.num == 0:
         return 1
     volume, *_, c_in, c_out = weight.shape
     groups = weight.shape[1] if weight.dim() == 4 else 1

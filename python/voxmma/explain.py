@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +39,7 @@ class Record:
     reason: str
     chunk: int = 0
     rescaled: bool = False
-    parts: int = 1
+    parts: int = field(default=1, compare=False)
 
     def __str__(self) -> str:
         compute, out = (str(dtype).removeprefix("torch.") for dtype in (self.compute_dtype, self.out_dtype))

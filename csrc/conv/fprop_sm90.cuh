@@ -57,10 +57,10 @@ struct FpropConfig {
   // Sums of a part, behind the mainloop, over the rings: [kTileM][kSumPitch] fp32. 8 floats more than a row has keep
   // the stores of a warp, 8 rows at a time, free of bank conflicts.
   static constexpr int kSumPitch = BN + 8;
-  static_assert(kTileM * kSumPitch * 4 <= kBarAt);
+  static_assert(kTileM * kSumPitch * 4 <= kFragAt);
 };
 
-// The fp32 sums of an item lie in the shared memory of the cluster's CTAs. Adds those of this CTA's share of the rows in
+// The fp32 sums of an item lie in the shared memory of the cluster's CTAs. Adds those of this CTA's fragments of rows in
 // the order of the ranks, then the bias, rounds once and scatters the rows to the caller's order. Consumer threads only.
 //   g, col0  group and first column of the item inside it
 template <class C>
@@ -70,8 +70,8 @@ __device__ void store_shared_item(const ConvArgs& args, uint32_t sums, int tile,
   const int left = args.c_out - col0;
   const float* bias = args.bias ? args.bias + g * args.c_out + col0 : nullptr;
   const bool wide = args.c_out % 8 == 0 && args.ldo % 8 == 0;
-  const int first = kTileM * rank / parts, quads = (kTileM * (rank + 1) / parts - first) * kQuads;
-  for (int i = threadIdx.x; i < quads; i += C::kConsumers * kWarpGroup) {
+  const int first = kFrags * rank / parts * kFragRows, end = kFrags * (rank + 1) / parts * kFragRows;
+  for (int i = threadIdx.x; i < (end - first) * kQuads; i += C::kConsumers * kWarpGroup) {
     const int row = first + i / kQuads, col = i % kQuads * 4;
     const int out_row = __ldg(args.plan.order + int64_t(tile) * kTileM + row);
     if (out_row < 0 || col >= left) continue;
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         if (lane == 0) {
           wait_empty(pass_empty + ps.index * 8, ps.phase);
           const uint32_t bar = pass_full + ps.index * 8;
-          sts_v4(smem_u + C::kHeadAt + ps.index * 16, make_int4(used, last, rows, 0));
+          sts_v4(smem_u + C::kHeadAt + ps.index * 16, make_int4(used, last, 0, rows));
           const int local_bytes = pass.k_count * kTileM * 2;
           arrive_expect(bar, local_bytes + kFrags * 4);
           bulk_copy(smem_u + C::kLocalAt + ps.index * C::kLocalBytes,
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         const uint32_t mine = (f.x | f.y | f.z | f.w) & used;  // offsets this warpgroup's 64 rows use
         const uint32_t local =
             smem_u + C::kLocalAt + ps.index * C::kLocalBytes + (row16 + lane_row) * 2;  // [k_count][256]
-        if (Shared ? head.z != 0 : used != 0) {
+        if (Shared ? head.w != 0 : used != 0) {
           for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
             uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
             asm volatile("" : "+r"(rows));  // computed here, not again for every offset

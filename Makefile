@@ -7,7 +7,8 @@
 #   make clean    build files (not the environment)
 #
 # Variables: PYTHON (interpreter for a new environment), VENV (environment to use; an active one by default, else .venv),
-# TORCH (requirement for an environment without torch; the default is the CPU wheel's version), and those of setup.py.
+# TORCH (requirement for an environment without torch; the default is the newest that installs quickly, a CPU wheel's
+# version), and those of setup.py. A new environment sees the torch of PYTHON, if there is one.
 PYTHON ?= python3
 VENV ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
 TORCH ?= torch==2.13.0
@@ -22,6 +23,7 @@ SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py
 .PHONY: demo test lint format build bench docs site clean
 
 demo: $(BUILT)
+	@$(PY) -c "import importlib.metadata as m; print('torch', m.version('torch'), 'of', m.distribution('torch').locate_file(''))"
 	$(PY) -m voxmma demo $(ARGS)
 
 test: $(BUILT)
@@ -54,8 +56,8 @@ clean:
 
 # torch is installed only where there is none. CUTLASS' headers are setup.py's business, and wanted only with nvcc.
 $(DEPS): Makefile
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -c "import torch" 2>/dev/null || $(PIP) install -q "$(TORCH)"
+	test -x $(PY) || $(PYTHON) -m venv $$($(PYTHON) -c "import torch" 2>/dev/null && echo --system-site-packages) $(VENV)
+	$(PY) -c "import torch" 2>/dev/null || { echo "no torch here: installing $(TORCH)"; $(PIP) install -q "$(TORCH)"; }
 	$(PIP) install -q "setuptools>=77" wheel cmake ninja
 	touch $@
 

@@ -3,7 +3,8 @@
 Environment variables (all optional):
 
 VOXMMA_CUDA            1: CUDA kernels or an error; 0: CPU only; unset: CUDA where an nvcc is found
-TORCH_CUDA_ARCH_LIST   architectures, default "8.0;9.0a"; 9.0 means 9.0a (Hopper kernels); +PTX adds PTX
+TORCH_CUDA_ARCH_LIST   architectures, default "8.0;9.0a"; 9.0 means 9.0a (Hopper kernels); 8.0+PTX
+                       and 9.0+PTX add PTX for newer cards, without Hopper kernels
 CUDA_HOME, CUDA_PATH   the CUDA toolkit; else the nvcc on PATH leads to it
 VOXMMA_CUTLASS_DIR     CUTLASS' headers (else third_party/cutlass, the nvidia-cutlass wheel, a download)
 MAX_JOBS               compiler processes at a time, default 2
@@ -22,6 +23,7 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -59,10 +61,14 @@ def say(text: str) -> None:
 
 
 def parse_archs(text: str | None) -> list[str]:
-    """TORCH_CUDA_ARCH_LIST as a list of "major.minor[a][+PTX]"; 9.0 becomes 9.0a, older than 8.0 is an error.
+    """TORCH_CUDA_ARCH_LIST as a list of "major.minor", "major.minor+PTX", "major.minora" and "major.minorf".
+
+    9.0 becomes 9.0a, for the Hopper kernels; 9.0+PTX is 9.0a and PTX of 9.0, which newer cards can run and
+    which has none of them. Where code of each runs is said in csrc/include/voxmma/arch.h. What is older than
+    8.0 and what CUDA does not have is an error, as is PTX of 9.0a and its like: it would serve no other card.
 
     >>> parse_archs("8.0 9.0+PTX")
-    ['8.0', '9.0a+PTX']
+    ['8.0', '9.0a', '9.0+PTX']
     """
     archs: list[str] = []
     words = re.split(r"[;, ]+", text or DEFAULT_ARCHS)
@@ -79,11 +85,17 @@ def parse_archs(text: str | None) -> list[str]:
             raise BuildError(
                 f"TORCH_CUDA_ARCH_LIST={text!r}: {word!r} is older than 8.0, the oldest that is supported"
             )
+        if major < {"": 8, "a": 9, "f": 10}[feature]:
+            raise BuildError(f"TORCH_CUDA_ARCH_LIST={text!r}: CUDA has no {word!r}")
+        if feature and ptx:
+            raise BuildError(
+                f"TORCH_CUDA_ARCH_LIST={text!r}: PTX of {major}.{minor}{feature} serves no newer card: "
+                f"name {major}.{minor}+PTX"
+            )
+        wanted = [f"{major}.{minor}{feature}{ptx}"]
         if (major, minor) == (9, 0):
-            feature = "a"
-        arch = f"{major}.{minor}{feature}{ptx}"
-        if arch not in archs:
-            archs.append(arch)
+            wanted = ["9.0a", *(["9.0+PTX"] if ptx else [])]
+        archs += [arch for arch in wanted if arch not in archs]
     if not archs:
         raise BuildError(f"TORCH_CUDA_ARCH_LIST={text!r} names no architecture")
     return archs
@@ -92,14 +104,16 @@ def parse_archs(text: str | None) -> list[str]:
 def cmake_archs(archs: list[str]) -> str:
     """The list as CMAKE_CUDA_ARCHITECTURES: machine code for each, and PTX where +PTX asks for it.
 
-    >>> cmake_archs(["8.0", "9.0a+PTX"])
-    '80-real;90a-real;90a-virtual'
+    Machine code for 9.0 is that of 9.0a.
+
+    >>> cmake_archs(["8.0+PTX", "9.0a", "9.0+PTX"])
+    '80-real;80-virtual;90a-real;90-virtual'
     """
     out = []
     for arch in archs:
         number = arch.removesuffix("+PTX").replace(".", "")
-        out += [f"{number}-real"] + ([f"{number}-virtual"] if arch.endswith("+PTX") else [])
-    return ";".join(out)
+        out += [f"{number}-real"] * (arch != "9.0+PTX") + [f"{number}-virtual"] * arch.endswith("+PTX")
+    return ";".join(dict.fromkeys(out))
 
 
 def cuda_includes(home: Path) -> list[Path]:
@@ -189,14 +203,19 @@ class Torch:
 
 
 def find_torch() -> Torch:
-    """torch of the environment being installed into, so that the binding fits the torch it will run with.
+    """torch of the environment being installed into, so that the binding fits the torch it will run with."""
+    folder = locate("torch")
+    if folder is None:
+        raise BuildError("torch is not installed, and voxmma is built against it: pip install 'torch>=2.6'")
+    return read_torch(folder)
+
+
+def read_torch(folder: Path) -> Torch:
+    """The torch in a folder.
 
     Its files are read and it is not imported: pip's isolated build hides it, and a CUDA build of torch can be
     linked to on a machine where it cannot be loaded.
     """
-    folder = locate("torch")
-    if folder is None:
-        raise BuildError("torch is not installed, and voxmma is built against it: pip install 'torch>=2.6'")
     facts: dict[str, Any] = {}
     exec((folder / "version.py").read_text(), facts)
     config = (folder / "share" / "cmake" / "Torch" / "TorchConfig.cmake").read_text()
@@ -315,18 +334,26 @@ def stale(target: Path, sources: list[Path]) -> bool:
     return not target.exists() or any(s.stat().st_mtime > target.stat().st_mtime for s in sources)
 
 
-def build_binding(compiler: Any, output: Path, env: Mapping[str, str]) -> None:
+def compile_command(compiler: list[str], torch: Torch, toolkit: Toolkit | None) -> list[str]:
+    """What compiles a source of the binding against a torch, with CUDA kernels where a toolkit is given."""
+    macros = ["TORCH_EXTENSION_NAME=_C", f"_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}"]
+    include = torch.folder / "include"
+    includes = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
+    includes.append(ROOT / "csrc" / "include")
+    if toolkit is not None:
+        macros.append("VOXMMA_WITH_CUDA")
+        includes += cuda_includes(toolkit.home)
+    flags = ["-std=c++20", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall"]  # torch 2.14 needs C++20
+    flags += [f"-D{macro}" for macro in macros]
+    return [*compiler, *flags, *(word for folder in includes for word in ("-isystem", str(folder)))]
+
+
+def build_binding(compiler: list[str], output: Path, env: Mapping[str, str]) -> None:
     """Builds voxmma._C for this Python and its torch into `output`; running processes keep their old one."""
     torch = find_torch()
     toolkit = choose_toolkit(env, torch.cuda)
     archs: list[str] = []
     libraries: list[str] = []
-    macros: list[tuple[str, str | None]] = [
-        ("TORCH_EXTENSION_NAME", "_C"),
-        ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.cxx11_abi))),
-    ]
-    include = torch.folder / "include"
-    includes = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
     if toolkit is not None:
         archs = parse_archs(env.get("TORCH_CUDA_ARCH_LIST"))
         cutlass = find_cutlass(ROOT, env) or fetch_cutlass(ROOT / "build")
@@ -336,8 +363,6 @@ def build_binding(compiler: Any, output: Path, env: Mapping[str, str]) -> None:
         )
         kernels = build_kernels(toolkit, archs, cutlass, torch.cxx11_abi, env)
         libraries = [str(kernels), str(static_runtime(toolkit)), "-lrt", "-lpthread", "-ldl"]
-        macros.append(("VOXMMA_WITH_CUDA", None))
-        includes += [ROOT / "csrc" / "include", *cuda_includes(toolkit.home)]
 
     version = toolkit.version if toolkit else ""
     tag = f"{sysconfig.get_config_var('SOABI')}-torch{torch.version}-{'cuda' + version if toolkit else 'cpu'}"
@@ -361,19 +386,7 @@ def build_binding(compiler: Any, output: Path, env: Mapping[str, str]) -> None:
     for source, inputs in ((binding, depends), (info, [info])):
         target = folder / (source.stem + ".o")
         if stale(target, inputs):
-            command = [
-                *compiler,
-                "-std=c++17",
-                "-O2",
-                "-g0",
-                "-fPIC",
-                "-fvisibility=hidden",
-                "-Wall",
-                "-c",
-                str(source),
-            ]
-            command += ["-o", str(target)] + [f"-D{k}" if v is None else f"-D{k}={v}" for k, v in macros]
-            command += [word for i in includes for word in ("-isystem", str(i))]
+            command = [*compile_command(compiler, torch, toolkit), "-c", str(source), "-o", str(target)]
             subprocess.run(command, check=True)
         objects.append(str(target))
     fresh = output.with_name(output.name + ".new")
@@ -387,10 +400,13 @@ def build_binding(compiler: Any, output: Path, env: Mapping[str, str]) -> None:
     )
 
 
+def find_compiler(env: Mapping[str, str]) -> list[str]:
+    """The C++ compiler of CXX, else the one that Python was built with, else c++."""
+    return shlex.split(env.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[:1]
+
+
 def main() -> None:
     """The setuptools entry point."""
-    import shlex
-
     from setuptools import Extension, setup
     from setuptools.command.build_ext import build_ext
 
@@ -398,12 +414,13 @@ def main() -> None:
         """Hands the one extension to build_binding."""
 
         def build_extension(self, ext: Extension) -> None:
-            compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[:1]
             try:
                 (ROOT / "build").mkdir(exist_ok=True)
                 with open(ROOT / "build" / ".lock", "w") as lock:  # one build at a time in this tree
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                    build_binding(compiler, Path(self.get_ext_fullpath(ext.name)).resolve(), os.environ)
+                    build_binding(
+                        find_compiler(os.environ), Path(self.get_ext_fullpath(ext.name)).resolve(), os.environ
+                    )
             except BuildError as error:
                 raise SystemExit(f"voxmma: {error}") from None
 

@@ -610,6 +610,26 @@ def cost_table(results: list[Result]) -> str:
     return "\n\n".join(blocks) or "No times have been recorded yet."
 
 
+def torch_table(results: list[Result]) -> str:
+    """What each version of torch gave: built, and how many tests passed."""
+    rows = [
+        [
+            row["torch"],
+            row["python"],
+            row["problem"] or "passed",
+            f"{row['passed']:,}",
+            f"{len(row['failed'])}",
+            f"{row['skipped']:,}",
+            f"`{row['tests']}`",
+            f"{row['commit']}, {row['date']}",
+        ]
+        for result in results
+        for row in result.get("torch_versions", [])
+    ]
+    header = ["torch", "Python", "outcome", "passed", "failed", "skipped", "of", "commit, date"]
+    return _markdown(header, rows) if rows else "No version has been recorded yet."
+
+
 # ---- plots -------------------------------------------------------------------------------------------------
 
 
@@ -819,6 +839,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "speed": speed_table,
     "speed_plots": speed_plots_block,
     "sweep": sweep_table,
+    "torch": torch_table,
     "training": training_table,
 }
 

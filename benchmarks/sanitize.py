@@ -17,11 +17,12 @@ import sys
 
 import torch
 
-from voxmma import _C, accuracy
+from voxmma import accuracy
 from voxmma.coordops import devoxelise
 from voxmma.coords import CoordSet
 from voxmma.kernel_map import kernel_map
 from voxmma.nn import functional as F
+from voxmma.tiles import Tile, card, compiled
 from voxmma.voxels import Voxels
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -42,17 +43,17 @@ def scenes() -> dict[str, torch.Tensor]:
     return {name: torch.nn.functional.pad(c, (1, 0)).int().cuda() for name, c in made.items()}
 
 
-def check(tile: dict[str, object], coords: torch.Tensor, c: int, size: int) -> float:
+def check(tile: Tile, coords: torch.Tensor, c: int, size: int) -> float:
     """Largest rel-L2 of the tile's forward and dgrad, or of its wgrad, at c -> c channels, size^3 offsets."""
-    name, kind = str(tile["name"]), str(tile["dtype"])
-    dtype, accumulator = DTYPES[kind], str(tile["accum"])
+    name, kind = tile.name, tile.input
+    dtype, accumulator = DTYPES[kind], tile.accum
     made, volume, mirrored = kernel_map(CoordSet(coords, 1), size), size**3, size % 2 == 1
     n, pairs, opposite = coords.shape[0], made.pairs(), [] if mirrored else made.transposed().tensors
     g = torch.Generator(device="cuda").manual_seed(c)
     x, dy = (torch.randn(n, c, device="cuda", generator=g).to(dtype) for _ in range(2))
     w = (torch.randn(volume, c, c, device="cuda", generator=g) / (volume * c / 2) ** 0.5).to(dtype)
     rel = lambda y, ref: float((y.double() - ref).norm() / ref.norm())  # noqa: E731
-    if tile["op"] == "wgrad":
+    if tile.op == "wgrad":
         dw = torch.ops.voxmma.conv_wgrad(
             x, dy, made.tensors, opposite, volume, 1, mirrored, accumulator, name, "", None
         )
@@ -103,25 +104,25 @@ def main() -> int:
     parser.add_argument("--scenes", default="ball,box,points,many")
     args = parser.parse_args()
     parts = args.tiles.split(",")
-    capability = 10 * torch.cuda.get_device_capability()[0]
+    here = card(torch.device("cuda"))
     failed = ran = 0
     for scene, coords in scenes().items():
         if scene not in args.scenes.split(","):
             continue
-        for tile in _C.kernel_configs():
-            if not any(part in tile["name"] for part in parts) or tile["arch"] > capability:
+        for tile in compiled():
+            if not any(part in tile.name for part in parts) or not tile.runs_on(here):
                 continue
             for c in (int(v) for v in args.channels.split(",")):
                 error = max(check(tile, coords, c, size) for size in (3, 2))
-                bound = TOLERANCE[str(tile["dtype"])]
-                if str(tile["name"]).endswith("_tf32"):
+                bound = TOLERANCE[tile.input]
+                if tile.name.endswith("_tf32"):
                     bound = 1e-3
-                elif tile["accum"] == "fp16":
+                elif tile.accum == "fp16":
                     bound = 1e-2
                 ran += 1
                 verdict = "ok" if error <= bound else f"above {bound:.0e}"
                 failed += verdict != "ok"
-                print(f"{tile['name']} C={c} {scene}: rel-L2 {error:.2e} {verdict}", flush=True)
+                print(f"{tile.name} C={c} {scene}: rel-L2 {error:.2e} {verdict}", flush=True)
         for kind in DTYPES if "pool" in parts or parts == [""] else ():
             for c in (*(int(v) for v in args.channels.split(",")), 5):
                 error = check_pooling(kind, coords, c)

@@ -29,6 +29,8 @@
 #include <utility>
 #include <vector>
 
+#include "voxmma/arch.h"
+
 #ifdef VOXMMA_WITH_CUDA
 #include <mutex>
 
@@ -40,7 +42,7 @@ namespace voxmma {
 
 // Written by setup.py into build_info.cpp, so that a changed kernel does not recompile this file.
 extern const char* const kBuildId;       // hash of the sources under csrc
-extern const char* const kCudaArchs;     // "8.0 9.0a"; a "+PTX" suffix where PTX is embedded; empty without CUDA
+extern const char* const kCudaArchs;     // "8.0 9.0a": setup.py's parse_archs; empty without CUDA
 extern const char* const kCudaVersion;   // of the nvcc that built the kernels; empty without CUDA
 extern const char* const kTorchVersion;  // torch.__version__ of the headers
 
@@ -92,11 +94,14 @@ ScalarType check_out_dtype(OptDtype out_dtype, ScalarType x) {
   return out;
 }
 
-// A kernel map as tensors (README, "Kernel maps"): on CUDA [order, schedule, passes, frag, uniq, local], elsewhere
-// [in_rows, out_rows, kptr]. Contents are the map builder's business; checked here is what can be without a copy.
-void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel_volume, int64_t n_out) {
+constexpr size_t kPlanTensors = 7, kPairTensors = 4;
+
+// A kernel map as tensors (README, "Kernel maps"): on CUDA [order, schedule, passes, frag, uniq, local, size], elsewhere
+// [in_rows, out_rows, kptr, size], size being an empty tensor of shape (0, n_in, n_out). Contents are the map builder's
+// business; checked here is what can be without a copy. `n_in`: rows that the map is read for, -1: none are.
+void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel_volume, int64_t n_in, int64_t n_out) {
   const bool cuda = x.is_cuda();
-  const size_t count = cuda ? 6 : 3;
+  const size_t count = cuda ? kPlanTensors : kPairTensors;
   TORCH_CHECK(map.size() == count, name, " must hold ", count, " tensors on ", x.device(), ", got ", map.size());
   const auto check = [&](size_t i, const char* part, ScalarType t, at::IntArrayRef sizes) {  // -1: any size
     bool same = map[i].dim() == static_cast<int64_t>(sizes.size());
@@ -108,6 +113,10 @@ void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel
     TORCH_CHECK(map[i].device() == x.device(), name, "[", i, "] (", part, ") is on ", map[i].device(), " but x is on ",
                 x.device());
   };
+  const Tensor& size = map[count - 1];
+  TORCH_CHECK(size.dim() != 3 || ((n_in < 0 || size.size(1) == n_in) && size.size(2) == n_out), name, " leads from ",
+              size.size(1), " to ", size.size(2), " rows, but the call has ",
+              n_in < 0 ? "" : std::to_string(n_in) + " input rows and ", n_out, " output rows");
   if (cuda) {
 #ifdef VOXMMA_WITH_CUDA
     const int64_t tiles = (n_out + kTileM - 1) / kTileM;
@@ -123,6 +132,14 @@ void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel
     check(1, "out_rows", at::kLong, {map[0].size(0)});
     check(2, "kptr", at::kLong, {kernel_volume + 1});
   }
+  check(count - 1, "size", at::kInt, {0, -1, -1});
+}
+
+// Changes whenever torch writes into one of the tensors.
+int64_t version_of(TensorList tensors) {
+  int64_t sum = 0;
+  for (const Tensor& t : tensors) sum += t.is_inference() ? 0 : static_cast<int64_t>(t._version());
+  return sum;
 }
 
 struct Shape {
@@ -147,7 +164,7 @@ Shape check_conv(const Tensor& x, const Tensor& weight, const OptTensor& bias, T
                 " output channels");
   }
   TORCH_CHECK(n_out >= 0, "n_out is negative: ", n_out);
-  check_map("map", map, x, s.volume, n_out);
+  check_map("map", map, x, s.volume, x.size(0), n_out);
   return s;
 }
 
@@ -161,7 +178,7 @@ Shape check_wgrad(const Tensor& x, const Tensor& dy, TensorList map, int64_t ker
   TORCH_CHECK(kernel_volume > 0, "kernel_volume must be positive, got ", kernel_volume);
   TORCH_CHECK(groups > 0 && x.size(1) > 0 && x.size(1) % groups == 0 && dy.size(1) > 0 && dy.size(1) % groups == 0,
               "groups=", groups, " must divide the channels of x (", x.size(1), ") and of dy (", dy.size(1), ")");
-  check_map("map", map, x, kernel_volume, dy.size(0));
+  check_map("map", map, x, kernel_volume, x.size(0), dy.size(0));
   return {kernel_volume, groups, x.size(1) / groups, dy.size(1) / groups, check_out_dtype(out_dtype, x.scalar_type())};
 }
 
@@ -185,7 +202,7 @@ void check_pool(const Tensor& x, const OptTensor& in_count, const OptTensor& out
   if (out_count.has_value()) check("out_count", *out_count, at::kInt, {n_out});
   if (winner.has_value()) check("winner", *winner, winner_dtype(kernel_volume), {winner_rows, x.size(1)});
   TORCH_CHECK(!map.empty(), name, " is empty");
-  check_map(name, map, x, kernel_volume, n_out);
+  check_map(name, map, x, kernel_volume, x.size(0), n_out);
 }
 
 void check_segments(const Tensor& x, const OptTensor& candidates, const Tensor& rows, const Tensor& starts) {
@@ -197,6 +214,9 @@ void check_segments(const Tensor& x, const OptTensor& candidates, const Tensor& 
   };
   check("rows", rows, 1);
   check("starts", starts, 1);
+  const int64_t listed = candidates.has_value() ? candidates->size(0) : x.size(0);
+  TORCH_CHECK(rows.size(0) == listed, "rows has ", rows.size(0), " entries for ", listed, " rows of ",
+              candidates.has_value() ? "candidates" : "x", ": each is named once");
   if (!candidates.has_value()) return;
   check("candidates", *candidates, 2);
   TORCH_CHECK(candidates->size(1) == x.size(1), "candidates has ", candidates->size(1), " channels but x has ",
@@ -632,8 +652,12 @@ struct PreparedConv {
   Plan plan;
   int64_t n_out;
   OptDtype out_dtype;
+  int64_t version;  // of the map
 
   Tensor operator()(const Tensor& x, const Tensor& weight, const OptTensor& bias) const {
+    TORCH_CHECK(version_of(plan.map) == version,
+                "the tensors of a kernel map were written to, but every layer on these ",
+                "coordinates reads them: KernelMap.free() it, and write into a copy (.clone())");
     NoAutocast no_autocast;
     return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose,
                           plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
@@ -680,15 +704,9 @@ void check_cuda(cudaError_t error, const char* what, at::Device device) {
 
 struct DeviceInfo {
   int major = 0, minor = 0, sm_count = 0;
+  int shared_memory = 0;  // bytes that a block may ask for
+  bool sm90 = false;      // this build has kernels of TileConfig::arch 90, and they run on it
 };
-
-// Whether code compiled for `arch` ("8.0", "9.0a", "9.0+PTX") runs on the device.
-bool runs_on(const std::string& arch, const DeviceInfo& device) {
-  const int major = std::stoi(arch), minor = std::stoi(arch.substr(arch.find('.') + 1));
-  if (arch.find('a') != std::string::npos) return major == device.major && minor == device.minor;
-  if (major == device.major && minor <= device.minor) return true;
-  return arch.find("+PTX") != std::string::npos && major * 10 + minor <= device.major * 10 + device.minor;
-}
 
 // Asked once a device; an error where this build has no code for it.
 DeviceInfo device_info(at::Device device) {
@@ -704,14 +722,14 @@ DeviceInfo device_info(at::Device device) {
     check_cuda(cudaDeviceGetAttribute(&value, attribute, device.index()), "cudaDeviceGetAttribute", device);
     return value;
   };
-  const DeviceInfo found{get(cudaDevAttrComputeCapabilityMajor), get(cudaDevAttrComputeCapabilityMinor),
-                         get(cudaDevAttrMultiProcessorCount)};
-  std::istringstream archs(kCudaArchs);
-  bool runs = false;
-  for (std::string arch; archs >> arch;) runs = runs || runs_on(arch, found);
-  TORCH_CHECK(runs, "voxmma's kernels were built for ", kCudaArchs, ", but ", device, " is of compute capability ",
-              found.major, ".", found.minor, ": rebuild with TORCH_CUDA_ARCH_LIST=", found.major, ".", found.minor,
-              found.major == 9 ? "a" : "", found.major < 8 ? " (8.0 is the oldest that is supported)" : "");
+  const std::pair capability{get(cudaDevAttrComputeCapabilityMajor), get(cudaDevAttrComputeCapabilityMinor)};
+  const DeviceInfo found{capability.first, capability.second, get(cudaDevAttrMultiProcessorCount),
+                         get(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                         build_runs_on(kCudaArchs, 90, capability.first, capability.second)};
+  TORCH_CHECK(build_runs_on(kCudaArchs, 80, found.major, found.minor), "voxmma's kernels were built for ", kCudaArchs,
+              ", but ", device, " is of compute capability ", found.major, ".", found.minor,
+              ": rebuild with TORCH_CUDA_ARCH_LIST=", found.major, ".", found.minor, found.major == 9 ? "a" : "",
+              found.major < 8 ? " (8.0 is the oldest that is supported)" : "");
   info = found;
   return info;
 }
@@ -792,9 +810,10 @@ const KernelEntry& find_tile(string_view tile, Op op, DType input, string_view a
   TORCH_CHECK(c.op == op && c.input == input && name(c.accum) == accum, "tile='", tile, "' is ", name(c.op), " for ",
               name(c.input), " inputs with ", name(c.accum), " accumulator, but ", name(op), " for ", name(input),
               " inputs with ", accum, " accumulator was asked for");
-  TORCH_CHECK(c.arch == 90 ? device.major == 9 && device.minor == 0 : device.major * 10 + device.minor >= c.arch,
-              "tile='", tile, "' needs compute capability ", c.arch == 90 ? "9.0 exactly" : "8.0 or newer",
-              ", the device has ", device.major, ".", device.minor);
+  TORCH_CHECK(c.arch != 90 || device.sm90, "tile='", tile, "' needs code for 9.0a and compute capability 9.0; the ",
+              "device has ", device.major, ".", device.minor, ", and this voxmma was built for ", kCudaArchs);
+  TORCH_CHECK(c.shared_memory <= device.shared_memory, "tile='", tile, "' needs ", c.shared_memory,
+              " bytes of shared memory a block, the device allows ", device.shared_memory);
   return *found->second;
 }
 
@@ -815,22 +834,36 @@ PlanView plan_view(TensorList map, int64_t kernel_volume, int64_t n_out, int64_t
   return plan;
 }
 
-// Feature rows as a kernel takes them: channels adjacent and, for MMA kernels, every group's row aligned to 16 bytes.
-// Rows that are not so are copied once, padded with zeros (a zero weight does not silence a stray NaN).
+// Kernels count the weights of one offset in 32 bits.
+void check_products(const Shape& s) {
+  TORCH_CHECK(s.groups * s.c_in * s.c_out <= std::numeric_limits<int>::max(), "an offset has ", s.groups, " x ", s.c_in,
+              " x ", s.c_out, " weights; at most 2^31 - 1 are supported on CUDA");
+}
+
+// Feature rows as a kernel takes them: channels adjacent, for MMA kernels every group's row aligned to 16 bytes, and for
+// wgmma kernels all of them within kWgmmaSpan. Rows that are not so are copied once, padded with zeros (a zero weight does
+// not silence a stray NaN).
 struct Rows {
   Tensor owner;
   int64_t stride, group;  // elements from row to row, from group to group
 
-  Rows(const Tensor& t, int64_t groups, const TileConfig& config) : owner(t), stride(t.stride(0)) {
+  Rows(const char* name, const Tensor& t, int64_t groups, const TileConfig& config) : owner(t), stride(t.stride(0)) {
     const int64_t channels = t.size(1) / groups;
-    const int64_t align = std::string_view(config.atom) == "SIMT" ? 1 : 16 / t.element_size();
+    const string_view atom = config.atom;
+    const int64_t align = atom == "SIMT" ? 1 : 16 / t.element_size();
+    const auto in_reach = [&] {
+      return atom.substr(0, 4) != "SM90" || in_wgmma_span(t.size(0), stride * t.element_size());
+    };
     const auto address = reinterpret_cast<uintptr_t>(t.data_ptr());
     group = (channels + align - 1) / align * align;
     const bool as_is = t.stride(1) == 1 && stride >= t.size(1) && group == channels && stride % align == 0 &&
-                       address % (align * t.element_size()) == 0;
+                       address % (align * t.element_size()) == 0 && in_reach();
     if (!as_is) {
-      owner = at::constant_pad_nd(t.reshape({t.size(0), groups, channels}), {0, group - channels}).contiguous();
       stride = groups * group;
+      TORCH_CHECK(in_reach(), name, " has ", t.size(0), " rows of ", stride * t.element_size(), " bytes: tile ",
+                  config.name, " reaches ", kWgmmaSpan,
+                  " bytes; an sm80 tile reaches all of it, or split the rows over calls");
+      owner = at::constant_pad_nd(t.reshape({t.size(0), groups, channels}), {0, group - channels}).contiguous();
     }
   }
 };
@@ -853,6 +886,7 @@ Tensor conv_cuda(const Tensor& x, const Tensor& weight, const OptTensor& bias, T
                  int64_t n_out, bool symmetric, bool transpose, string_view accumulator, string_view tile,
                  string_view /*dgrad_tile*/, string_view /*wgrad_tile*/, OptDtype out_dtype) {
   const Shape s = check_conv(x, weight, bias, map, n_out, transpose, accumulator, out_dtype);
+  check_products(s);
   const Launch on(x.device());
   const KernelEntry& entry = find_tile(tile, Op::fprop, to_dtype(x.scalar_type()), accumulator, on.info);
   const bool fp64 = x.scalar_type() == at::kDouble;
@@ -877,26 +911,29 @@ Tensor conv_cuda(const Tensor& x, const Tensor& weight, const OptTensor& bias, T
   pack.mirror = transpose && symmetric;
   pack.n = entry.config.n;
   pack.k = entry.config.k;
-  // One buffer: the weight image and, behind it, the bias as the fp32 numbers the epilogue adds.
+  // One buffer: the weight image, its flags, and the bias as the fp32 numbers the epilogue adds.
   const size_t image_bytes = (packed_weight_bytes(pack) + 15) / 16 * 16;
+  const int flag_bytes = pack_flag_bytes(pack);
   const bool fused_bias = bias.has_value() && !fp64;
   const Tensor dense_bias = fused_bias ? bias->contiguous() : Tensor();
-  const Tensor image = on.scratch(image_bytes + (fused_bias ? s.groups * s.c_out * sizeof(float) : 0));
+  const Tensor image = on.scratch(image_bytes + flag_bytes + (fused_bias ? s.groups * s.c_out * sizeof(float) : 0));
   pack.image = image.data_ptr();
+  pack.flags = data<uint8_t>(image) + image_bytes;
   if (fused_bias) {
     pack.bias = dense_bias.data_ptr();
     pack.bias_dtype = to_dtype(dense_bias.scalar_type());
-    pack.bias32 = reinterpret_cast<float*>(data<char>(image) + image_bytes);
+    pack.bias32 = reinterpret_cast<float*>(pack.flags + flag_bytes);
   }
   check_cuda(pack_weight(pack, on.stream), "pack_weight", on.device);
 
-  const Rows rows(x, s.groups, entry.config);
+  const Rows rows("x", x, s.groups, entry.config);
   ConvArgs args{};
   args.plan = plan_view(map, s.volume, n_out, x.size(0));
   args.a = rows.owner.data_ptr();
   args.lda = rows.stride;
   args.a_group = rows.group;
   args.b = image.data_ptr();
+  args.raw = {pack.weight, pack.weight_dtype, pack.transpose, pack.mirror, pack.flags, flag_bytes};
   args.bias = pack.bias32;
   args.out = y.data_ptr();
   args.ldo = y.size(1);
@@ -913,6 +950,7 @@ Tensor wgrad_cuda(const Tensor& x, const Tensor& dy, TensorList map, TensorList 
                   int64_t groups, bool /*symmetric*/, string_view accumulator, string_view tile,
                   string_view /*dgrad_tile*/, OptDtype out_dtype) {
   const Shape s = check_wgrad(x, dy, map, kernel_volume, groups, accumulator, out_dtype);
+  check_products(s);
   const Launch on(x.device());
   const char* accum = x.scalar_type() == at::kDouble ? "fp64" : "fp32";  // never less, whatever `accumulator` says
   const KernelEntry& entry = find_tile(tile, Op::wgrad, to_dtype(x.scalar_type()), accum, on.info);
@@ -922,7 +960,7 @@ Tensor wgrad_cuda(const Tensor& x, const Tensor& dy, TensorList map, TensorList 
   if (x.size(0) == 0 || dy.size(0) == 0) {
     dw.zero_();
   } else {
-    const Rows a(x, groups, entry.config), b(dy, groups, entry.config);
+    const Rows a("x", x, groups, entry.config), b("dy", dy, groups, entry.config);
     ConvArgs args{};
     args.plan = plan_view(map, kernel_volume, dy.size(0), x.size(0));
     args.a = a.owner.data_ptr();
@@ -939,6 +977,16 @@ Tensor wgrad_cuda(const Tensor& x, const Tensor& dy, TensorList map, TensorList 
     launch(entry, args, on);
   }
   return groups == 1 ? dw.squeeze(1) : dw;
+}
+
+// Waits on the host for an event of torch.cuda.Event that is no part of a graph, also while this thread captures one.
+void wait_for_event(int64_t handle) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  const auto swap = [&mode] { return cudaThreadExchangeStreamCaptureMode(&mode); };
+  TORCH_CHECK(swap() == cudaSuccess, "cudaThreadExchangeStreamCaptureMode failed");
+  const cudaError_t error = cudaEventSynchronize(reinterpret_cast<cudaEvent_t>(handle));
+  TORCH_CHECK(swap() == cudaSuccess && error == cudaSuccess,
+              "waiting for a CUDA event failed: ", cudaGetErrorString(error));
 }
 
 void check_ints(const char* name, const Tensor& t, ScalarType dtype, int64_t columns, const Tensor& like) {
@@ -1280,9 +1328,10 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
 }
 
 Tensor plan_to_table_cuda(const std::vector<Tensor>& plan, int64_t n_out) {
-  TORCH_CHECK(plan.size() == 6 && plan[5].is_cuda() && plan[5].dim() == 3, "plan must be a CUDA map of 6 tensors");
+  TORCH_CHECK(plan.size() == kPlanTensors && plan[5].is_cuda() && plan[5].dim() == 3, "plan must be a CUDA map of ",
+              kPlanTensors, " tensors");
   const int64_t volume = plan[5].size(1);
-  check_map("plan", plan, plan[5], volume, n_out);
+  check_map("plan", plan, plan[5], volume, -1, n_out);
   const Launch on(plan[5].device());
   const Tensor table = on.empty({volume, n_out}, at::kInt);
   if (n_out > 0) {
@@ -1293,8 +1342,8 @@ Tensor plan_to_table_cuda(const std::vector<Tensor>& plan, int64_t n_out) {
 }
 
 Tensor neighbor_counts_cuda(TensorList map, int64_t kernel_volume, int64_t n_out) {
-  TORCH_CHECK(map.size() == 6 && map[0].is_cuda(), "map must be a CUDA map of 6 tensors");
-  check_map("map", map, map[0], kernel_volume, n_out);
+  TORCH_CHECK(map.size() == kPlanTensors && map[0].is_cuda(), "map must be a CUDA map of ", kPlanTensors, " tensors");
+  check_map("map", map, map[0], kernel_volume, -1, n_out);
   const Launch on(map[0].device());
   const Tensor counts = on.empty({n_out}, at::kInt);
   check_cuda(neighbor_counts(plan_view(map, kernel_volume, n_out, 0), data<int>(counts), on.stream), "neighbor_counts",
@@ -1513,8 +1562,9 @@ Tensor lookup_rows_cuda(const Tensor& query, const Tensor& order, const Tensor& 
 
 // Rows (N, corners) int32, weights, and whether all points are finite and of a sample that is there. Reads back once.
 LocateResult locate_points_cuda(const Tensor& points, const OptTensor& batch, int64_t batch_size,
-                                const std::array<double, 3>& shift, const std::array<double, 3>& edge, bool trilinear,
-                                const Tensor& order, const Tensor& bricks, bool wide) {
+                                const std::array<double, 3>& shift, const std::array<double, 3>& edge,
+                                const std::array<double, 3>& stride, bool trilinear, const Tensor& order,
+                                const Tensor& bricks, bool wide) {
   check_tensor("points", points, 2, points);
   TORCH_CHECK(points.size(1) == 3, "points must be (N, 3), got shape ", points.sizes());
   const int64_t n = points.size(0), corners = trilinear ? 8 : 1;
@@ -1537,6 +1587,7 @@ LocateResult locate_points_cuda(const Tensor& points, const OptTensor& batch, in
   args.batch_size = batch_size;
   std::copy(shift.begin(), shift.end(), args.shift);
   std::copy(edge.begin(), edge.end(), args.edge);
+  std::copy(stride.begin(), stride.end(), args.stride);
   args.trilinear = trilinear;
   const Tensor rows = on.empty({n, corners}, at::kInt);
   const Tensor weights = on.empty({n, corners}, wide ? at::kDouble : at::kFloat);
@@ -1635,6 +1686,13 @@ double mma_rate_cuda(int64_t kind) {
   return tflops;
 }
 
+int64_t shared_memory(int64_t device) {
+  int bytes = 0;
+  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(device)),
+             "cudaDeviceGetAttribute", at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device)));
+  return bytes;
+}
+
 py::list kernel_configs() {
   py::list list;
   for (const KernelEntry& entry : kernel_table()) {
@@ -1651,6 +1709,7 @@ py::list kernel_configs() {
     row["atom"] = c.atom;
     row["promote"] = c.promote;
     row["arch"] = c.arch;
+    row["shared_memory"] = c.shared_memory;
     list.append(row);
   }
   return list;
@@ -1705,6 +1764,7 @@ PlanResult build_plan_cuda(const Tensor&, const Tensor&, const Tensor&, const Te
   no_cuda();
 }
 Tensor plan_to_table_cuda(const std::vector<Tensor>&, int64_t) { no_cuda(); }
+void wait_for_event(int64_t) { no_cuda(); }
 Tensor neighbor_counts_cuda(TensorList, int64_t, int64_t) { no_cuda(); }
 Tensor pool_sum_cuda(const Tensor&, const OptTensor&, const OptTensor&, TensorList, TensorList, int64_t, int64_t, bool,
                      bool) {
@@ -1724,7 +1784,8 @@ GroupResult group_cells_cuda(const Tensor&) { no_cuda(); }
 Tensor merge_runs_cuda(const Tensor&, const Tensor&, const Tensor&, int64_t, bool, bool) { no_cuda(); }
 Tensor lookup_rows_cuda(const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
 LocateResult locate_points_cuda(const Tensor&, const OptTensor&, int64_t, const std::array<double, 3>&,
-                                const std::array<double, 3>&, bool, const Tensor&, const Tensor&, bool) {
+                                const std::array<double, 3>&, const std::array<double, 3>&, bool, const Tensor&,
+                                const Tensor&, bool) {
   no_cuda();
 }
 Tensor gather_weighted_cuda(const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
@@ -1733,6 +1794,7 @@ Tensor mma_probe_cuda(int64_t, const Tensor&, const Tensor&, const Tensor&) { no
 double mma_rate_cuda(int64_t) { no_cuda(); }
 py::list kernel_configs() { return py::list(); }
 int tile_parts(const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) { no_cuda(); }
+int64_t shared_memory(int64_t) { no_cuda(); }
 
 #endif
 
@@ -1817,6 +1879,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("kernel_configs", &voxmma::kernel_configs);
   m.def("tile_parts", &voxmma::tile_parts, py::arg("tile"), py::arg("n_out"), py::arg("kernel_volume"), py::arg("c_in"),
         py::arg("c_out"), py::arg("groups"), py::arg("sm_count"));
+  m.def("build_runs_on", &voxmma::build_runs_on, py::arg("archs"), py::arg("tile_arch"), py::arg("major"),
+        py::arg("minor"));
+  m.def("shared_memory", torch::wrap_pybind_function(voxmma::shared_memory), py::arg("device"));
   m.def("index_coords", torch::wrap_pybind_function_no_gil(voxmma::index_coords_cuda), py::arg("coords"),
         py::arg("bounds") = voxmma::Ints{});
   m.def("derive_coords", torch::wrap_pybind_function_no_gil(voxmma::derive_coords_cuda), py::arg("coords"),
@@ -1825,6 +1890,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_plan", torch::wrap_pybind_function_no_gil(voxmma::build_plan_cuda), py::arg("out_coords"),
         py::arg("out_order"), py::arg("bricks"), py::arg("in_order"), py::arg("size"), py::arg("start"),
         py::arg("step"), py::arg("mul"), py::arg("div"));
+  m.def("wait_for_event", torch::wrap_pybind_function_no_gil(voxmma::wait_for_event), py::arg("handle"));
   m.def("plan_to_table", torch::wrap_pybind_function_no_gil(voxmma::plan_to_table_cuda), py::arg("plan"),
         py::arg("n_out"));
   m.def("cells_of_points", torch::wrap_pybind_function_no_gil(voxmma::cells_of_points_cuda), py::arg("points"),
@@ -1835,8 +1901,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("lookup_rows", torch::wrap_pybind_function_no_gil(voxmma::lookup_rows_cuda), py::arg("query"), py::arg("order"),
         py::arg("bricks"));
   m.def("locate_points", torch::wrap_pybind_function_no_gil(voxmma::locate_points_cuda), py::arg("points"),
-        py::arg("batch"), py::arg("batch_size"), py::arg("shift"), py::arg("edge"), py::arg("trilinear"),
-        py::arg("order"), py::arg("bricks"), py::arg("wide"));
+        py::arg("batch"), py::arg("batch_size"), py::arg("shift"), py::arg("edge"), py::arg("stride"),
+        py::arg("trilinear"), py::arg("order"), py::arg("bricks"), py::arg("wide"));
   m.def("gather_weighted", torch::wrap_pybind_function_no_gil(voxmma::gather_weighted_cuda), py::arg("x"),
         py::arg("rows"), py::arg("weights"));
   m.def("scatter_weighted", torch::wrap_pybind_function_no_gil(voxmma::scatter_weighted_cuda), py::arg("dy"),
@@ -1848,10 +1914,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](std::vector<at::Tensor> map, std::vector<at::Tensor> map_t, int64_t n_out, bool symmetric,
                        bool transpose, std::string accumulator, std::string tile, std::string dgrad_tile,
                        std::string wgrad_tile, std::optional<at::ScalarType> out_dtype) {
+        const int64_t version = voxmma::version_of(map);
         return voxmma::PreparedConv{{std::move(map), std::move(map_t), symmetric, transpose, std::move(accumulator),
                                      std::move(tile), std::move(dgrad_tile), std::move(wgrad_tile)},
                                     n_out,
-                                    out_dtype};
+                                    out_dtype,
+                                    version};
       }))
       .def("__call__", torch::wrap_pybind_function_no_gil(
                            [](const voxmma::PreparedConv& self, const at::Tensor& x, const at::Tensor& weight,
@@ -1866,6 +1934,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                const std::string& name, const std::vector<at::Tensor>& map, int64_t kernel_volume, int64_t n_out) {
               voxmma::check_pool(x, in_count, out_count, winner, winner_rows, name.c_str(), map, kernel_volume, n_out);
             }));
+  m.def("check_map",
+        torch::wrap_pybind_function([](const std::vector<at::Tensor>& map, int64_t kernel_volume, int64_t n_out) {
+          TORCH_CHECK(!map.empty(), "map is empty");
+          voxmma::check_map("map", map, map[0], kernel_volume, -1, n_out);
+        }));
   m.def("check_segments",
         torch::wrap_pybind_function(
             [](const at::Tensor& x, const std::optional<at::Tensor>& candidates, const at::Tensor& rows,

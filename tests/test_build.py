@@ -104,7 +104,12 @@ def test_toolkit_order_and_nvcc_behind_a_script(build, tmp_path, capsys):
         ("9.0", ["9.0a"], "90a-real"),
         ("8.0;9.0a", ["8.0", "9.0a"], "80-real;90a-real"),
         ("8.6 8.9+PTX", ["8.6", "8.9+PTX"], "86-real;89-real;89-virtual"),
-        ("9.0+PTX", ["9.0a+PTX"], "90a-real;90a-virtual"),
+        ("9.0+PTX", ["9.0a", "9.0+PTX"], "90a-real;90-virtual"),
+        ("9.0a 9.0+PTX", ["9.0a", "9.0+PTX"], "90a-real;90-virtual"),
+        ("8.0;8.0+PTX", ["8.0", "8.0+PTX"], "80-real;80-virtual"),
+        ("10.0a", ["10.0a"], "100a-real"),
+        ("10.0;12.0f", ["10.0", "12.0f"], "100-real;120f-real"),
+        ("12.1+PTX", ["12.1+PTX"], "121-real;121-virtual"),
         ("8.0,12.0a, 9.0 9.0a", ["8.0", "12.0a", "9.0a"], "80-real;120a-real;90a-real"),
         ("Ampere;Hopper", ["8.0", "8.6", "9.0a"], "80-real;86-real;90a-real"),
     ],
@@ -114,7 +119,23 @@ def test_arch_list(build, text, archs, cmake):
     assert build.cmake_archs(archs) == cmake
 
 
-@pytest.mark.parametrize("text", ["7.5", "8.0;7.0", "sm_80", "90", ";", "8.0-real"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "7.5",
+        "8.0;7.0",
+        "sm_80",
+        "90",
+        ";",
+        "8.0-real",
+        "8.0a",
+        "9.0f",
+        "9.0a+PTX",
+        "12.0f+PTX",
+        "10.0a+PTX",
+        "12.0fa",
+    ],
+)
 def test_bad_arch_list_is_named(build, text):
     with pytest.raises(build.BuildError, match="TORCH_CUDA_ARCH_LIST="):
         build.parse_archs(text)

@@ -317,7 +317,10 @@ def devoxelise_step_by_step(
     compute = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
     out = torch.zeros(len(points), x.feats.shape[1], dtype=compute)
     for i, (b, point) in enumerate(zip(batch, points.tolist(), strict=True)):
-        place = [(p - o) / (size * s) for p, o, s in zip(point, origin, x.stride, strict=True)]
+        place = [(p - o) / size for p, o in zip(point, origin, strict=True)]
+        place = [
+            (p if mode == "trilinear" else math.floor(p)) / s for p, s in zip(place, x.stride, strict=True)
+        ]
         shares: list[tuple[float, torch.Tensor]] = []
         if mode == "trilinear":
             place = [p - 0.5 for p in place]
@@ -421,6 +424,66 @@ def test_gpu_devoxelise_on_another_stream(mode: str) -> None:
     cpu_feats = on_cpu.feats.clone().requires_grad_()
     coordops.devoxelise(on_cpu.with_feats(cpu_feats), points, 1.0, mode).sum().backward()
     torch.testing.assert_close(feats.grad.cpu(), cpu_feats.grad)
+
+
+STRIDES = range(1, 13)
+
+
+def grid_points(size: float, origin: float, dtype: torch.dtype) -> torch.Tensor:
+    """(N, 3) points on the faces of cells as arithmetic of that dtype puts them, and next to them."""
+    steps = torch.arange(-40, 41, dtype=torch.float64)
+    on_faces = torch.cat([(steps * size + origin).to(dtype), steps.to(dtype) * size + origin])
+    there = torch.cat([on_faces, *(torch.nextafter(on_faces.float(), end) for end in (FAR, -FAR))]).to(dtype)
+    return torch.stack([there, there.flip(0), there.roll(7)], dim=1)
+
+
+FAR = torch.tensor(math.inf)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0.1, 0.05, 0.3, 1 / 3, 0.07, 1.0])
+@pytest.mark.parametrize("origin", [0.0, -51.2, 0.1])
+def test_fault_31_a_point_belongs_to_the_voxel_it_was_put_into(
+    device: torch.device, size: float, origin: float, dtype: torch.dtype
+) -> None:
+    """At every stride, the nearest voxel of a point is the one that holds the voxel made of it."""
+    points, start = grid_points(size, origin, dtype).to(device), (origin, origin, origin)
+    fine, row = coordops.sparse_quantize(points, points[:, :1].float(), size, origin=start)
+    for stride in STRIDES:
+        coarse = coordops.downsample(fine, stride)
+        number = torch.arange(coarse.num, dtype=torch.float64, device=device).unsqueeze(1)
+        x = Voxels(coarse, number, stride=stride)
+        cell = fine.coords[row].long()
+        cell[:, 1:] = cell[:, 1:].div(stride, rounding_mode="floor")
+        expected = coarse.lookup(cell)
+        assert int(expected.min()) >= 0
+        got = coordops.devoxelise(x, points, size, "nearest", origin=start)
+        assert torch.equal(got[:, 0].long(), expected)
+
+
+def test_fault_31_the_smallest_numbers_have_a_cell_of_their_own(device: torch.device) -> None:
+    """The largest number below 0 lies in cell -1 of every grid, although halved it is 0."""
+    points = torch.tensor([[-5e-324, 0.0, 5e-324]], dtype=torch.float64, device=device)
+    fine, _ = coordops.sparse_quantize(points, points, 1.0)
+    assert fine.coords.tolist() == [[0, -1, 0, 0]]
+    for stride in STRIDES:
+        x = Voxels(coordops.downsample(fine, stride), torch.ones(1, 1, device=device), stride=stride)
+        assert coordops.devoxelise(x, points, 1.0, "nearest").item() == 1
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 6, 7, 9])
+def test_trilinear_weights_agree_with_the_cells(device: torch.device, stride: int) -> None:
+    """A field that is linear in the cells is met at every point, across all faces: weights are continuous."""
+    lattice = torch.cartesian_prod(*[torch.arange(-8, 8)] * 3)
+    coords = torch.cat([torch.zeros(len(lattice), 1, dtype=torch.int64), lattice], dim=1).to(device)
+    x = Voxels(coords, coords[:, 1:].double() + 0.5, stride=stride)
+    points = grid_points(0.05, 0.1, torch.float64).to(device)
+    points = points[(points.abs() < 0.25).all(1)]
+    got = coordops.devoxelise(x, points, 0.05, origin=(0.1, 0.1, 0.1))
+    torch.testing.assert_close(got, (points - 0.1) / 0.05 / stride, rtol=0, atol=1e-12)
+    if device.type == "cuda":
+        again = coordops.devoxelise(x.cpu(), points.cpu(), 0.05, origin=(0.1, 0.1, 0.1))
+        assert torch.equal(got.cpu(), again)
 
 
 @pytest.mark.parametrize("mode", ["nearest", "trilinear"])

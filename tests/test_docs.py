@@ -16,14 +16,12 @@ def fault_tests() -> dict[str, int]:
     return {name: int(name.split("_")[2]) for name in names}
 
 
-def test_every_fault_has_a_test() -> None:
-    assert set(range(1, 31)) <= set(fault_tests().values())
-
-
 def test_the_list_of_faults_names_real_tests() -> None:
     rows = re.findall(r"^\| (\d+) \|(.*)\|$", FAULTS.read_text(), re.M)
-    assert [int(number) for number, _ in rows] == list(range(1, 31))
+    numbers = [int(number) for number, _ in rows]
+    assert numbers == list(range(1, len(rows) + 1)) and len(rows) >= 30
     tests = fault_tests()
+    assert set(tests.values()) == set(numbers)
     for number, row in rows:
         named = set(re.findall(r"test_fault_\w+", row))
         assert named and all(tests.get(name) == int(number) for name in named), f"fault {number}: {named}"

@@ -68,7 +68,7 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "always_f32" in done.stdout and "fp16_sum" in done.stdout and "%" in done.stdout

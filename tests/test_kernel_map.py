@@ -129,8 +129,8 @@ def test_strided_maps_and_their_opposite(device: torch.device, size: Any, stride
 
 def test_cpu_tensors_are_sorted_by_offset_and_output() -> None:
     made = kernel_map(CoordSet(conftest.random_coords(200, 6, seed=4)), 3)
-    in_rows, out_rows, kptr = made.tensors
-    assert {t.dtype for t in made.tensors} == {torch.int64}
+    in_rows, out_rows, kptr, size = made.tensors
+    assert {t.dtype for t in made.tensors[:3]} == {torch.int64} and size.shape == (0, 200, 200)
     assert kptr[0] == 0 and kptr[-1] == len(in_rows) == len(out_rows) and len(kptr) == 28
     for k in range(27):
         assert bool((out_rows[kptr[k] : kptr[k + 1]].diff() > 0).all())
@@ -353,7 +353,7 @@ def test_the_same_map_on_every_run(device: torch.device) -> None:
 
 TILE, FRAGMENT, UNIQUE_MAX, PASS_OFFSETS = 256, 16, 512, 32
 MISSING = UNIQUE_MAX
-Plan = list[np.ndarray]  # order, schedule, passes, frag, uniq, local as in KernelMap.tensors
+Plan = list[np.ndarray]  # order, schedule, passes, frag, uniq, local as in KernelMap.tensors, without size
 
 
 def reference_cluster(masks: list[int]) -> list[int]:
@@ -537,7 +537,7 @@ def check_plan(plan: Plan, table: np.ndarray, n_in: int) -> None:
 
 def plan_of(made: KernelMap) -> Plan:
     """The plan of a map on a GPU, without unused room."""
-    return [tensor.cpu().numpy() for tensor in made._direction().settled()]
+    return [tensor.cpu().numpy() for tensor in made._direction().settled()[:-1]]
 
 
 def plan_case(name: str) -> tuple[torch.Tensor, int | Triple]:

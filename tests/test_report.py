@@ -150,7 +150,7 @@ def in_a_new_process(code: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -241,3 +241,29 @@ def test_cost_of_promotion_is_that_of_the_fastest_tiles() -> None:
     assert "| fp16, fp32 | `sm80_f16_256x64x64_acc32` | 1.000 | 1.00 |" in text
     assert "| fp16, fp16 promoted every 64 | `sm80_f16_256x64x64_acc16p64` | 1.250 | 1.25 |" in text
     assert "| fp32, 3xTF32 | `sm80_f32_256x64x32_3xtf32` | 4.000 | 4.00 |" in text and "wgrad" not in text
+
+
+# ---- versions of torch -------------------------------------------------------------------------------------
+
+
+def test_every_minor_version_of_torch_is_gone_over_once() -> None:
+    versions = script("torch_versions")
+    listed = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.14.1, 2.14.0, 2.13.0+cpu, 2.13.0, 2.6.0, 2.5.1\n"
+    assert versions.newest_patches(listed) == ["2.6.0", "2.13.0+cpu", "2.14.1", "2.15.0"]
+    with pytest.raises(SystemExit, match="pip lists no versions"):
+        versions.newest_patches("ERROR: no network")
+
+
+def test_the_table_of_torch_versions_shows_what_failed(tmp_path: Path) -> None:
+    versions = script("torch_versions")
+    report = tmp_path / "report.xml"
+    report.write_text(
+        "<testsuites><testsuite><testcase classname='a' name='x'/><testcase classname='a' name='y'><skipped/>"
+        "</testcase><testcase classname='a' name='z'><failure/></testcase></testsuite></testsuites>"
+    )
+    found = versions.counts(report)
+    assert found == {"passed": 1, "skipped": 1, "failed": ["a::z"]}
+    row = {"torch": "2.6.0", "problem": "test: exit code 1", "python": "3.11.7", "tests": "tests", **found}
+    text = tables.torch_table([{"torch_versions": [{**row, "commit": "abc", "date": "2026-01-01"}]}])
+    assert "| 2.6.0 | 3.11.7 | test: exit code 1 | 1 | 1 | 1 | `tests` | abc, 2026-01-01 |" in text
+    assert tables.torch_table([]) == "No version has been recorded yet."

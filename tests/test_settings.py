@@ -70,6 +70,10 @@ def test_environment_flag_is_case_insensitive(text: str) -> None:
         ("VOXMMA_PCOFF_F16ACC_SMALL_CH_CEIL", "-1"),
         ("VOXMMA_PCOFF_F16ACC_SMALL_CH_CEIL", "many"),
         ("VOXMMA_CACHE_DIR", " "),
+        ("VOXMMA_SHARED_MEMORY", "99 KB"),
+        ("VOXMMA_SHARED_MEMORY", "0"),
+        ("VOXMMA_COMPUTE_CAPABILITY", "86"),
+        ("VOXMMA_COMPUTE_CAPABILITY", "7.5"),
     ],
 )
 def test_unreadable_environment_names_variable_and_value(variable: str, value: str) -> None:
@@ -84,6 +88,8 @@ def test_readable_environment() -> None:
             "VOXMMA_FWD_ALGO_MODE": "All",
             "VOXMMA_PCOFF_F16ACC_SMALL_CH_CEIL": "32",
             "VOXMMA_CACHE_DIR": "/tmp/somewhere",
+            "VOXMMA_SHARED_MEMORY": "101376",
+            "VOXMMA_COMPUTE_CAPABILITY": "8.6",
         }
     )
     assert read == settings.Settings(
@@ -91,6 +97,8 @@ def test_readable_environment() -> None:
         fwd_algo_mode=("all",),
         pcoff_f16acc_small_ch_ceil=32,
         cache_dir="/tmp/somewhere",
+        shared_memory=101376,
+        compute_capability=(8, 6),
     )
     assert settings.read_environment({}) == settings.Settings()
 
@@ -98,7 +106,7 @@ def test_readable_environment() -> None:
 def _import_voxmma(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VOXMMA_USE")}
     return subprocess.run(
-        [sys.executable, "-c", code], env={**kept, **variables}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env={**kept, **variables}, capture_output=True, text=True, timeout=600
     )
 
 
@@ -198,6 +206,17 @@ def test_algo_modes_and_cache_dir(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.get_pcoff_f16acc_small_ch_ceil() == 0
     with pytest.raises(ValueError, match="bwd"):
         settings.get_algo_mode("bwd")
+
+
+def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(monkeypatch, VOXMMA_SHARED_MEMORY="101376")
+    assert settings.get_limits() == settings.get_pools()[5] == (None, 101376)
+    with settings.override(compute_capability=(8, 6), shared_memory=65536):
+        assert settings.get_limits() == ((8, 6), 65536)
+    for bad in ({"shared_memory": 0}, {"shared_memory": "99"}, {"compute_capability": (7, 5)},
+                {"compute_capability": 8.6}):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"), settings.override(**bad):
+            pass
 
 
 def test_decision_is_per_thread_and_per_call() -> None:

@@ -1,4 +1,4 @@
-"""The tile table and its selector, on a stand-in build that holds every tile, so that no GPU is needed."""
+"""The tile table and its selector, on the table of a build with every tile, so that no GPU is needed."""
 
 from __future__ import annotations
 
@@ -6,67 +6,31 @@ import importlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import voxmma
-from voxmma import gate, settings
+from voxmma import _C, doctor, gate, settings
+
+from conftest import random_coords
+from tile_table import ARCHS, snapshot, stand_in
 
 tiles_module = importlib.import_module("voxmma.tiles")  # the name voxmma.tiles is the function
 select_tile, plan_call = tiles_module.select_tile, tiles_module.plan_call
+card, parse_accumulator = tiles_module.card, tiles_module.parse_accumulator
 
 H100, A100, ADA, BLACKWELL = (9, 0), (8, 0), (8, 9), (12, 0)
 DEFAULT_POOLS = dict(
-    zip(("fwd", "dgrad", "wgrad", "small_ch_ceil", "fp32_precision"), settings.DEFAULT_POOLS, strict=True)
+    zip(
+        ("fwd", "dgrad", "wgrad", "small_ch_ceil", "fp32_precision", "limits"),
+        settings.DEFAULT_POOLS,
+        strict=True,
+    )
 )
 HALF = (torch.float16, torch.bfloat16)
 F16_FORWARD = "sm90_f16_256x64x64_acc16"
-
-
-def _row(
-    name: str, op: str, dtype: str, accum: str, m: int, n: int, k: int, atom: str, arch: int
-) -> dict[str, Any]:
-    row = {"name": name, "op": op, "dtype": dtype, "accum": accum, "m": m, "n": n, "k": k, "atom": atom}
-    return {**row, "stages": 3, "promote": 0, "arch": arch}
-
-
-def full_build() -> list[dict[str, Any]]:
-    rows = []
-    for arch, short in itertools.product((90, 80), ("f16", "bf16")):
-        dtype = {"f16": "fp16", "bf16": "bf16"}[short]
-        for accum, n, k in itertools.product(
-            ("fp32", "fp16") if short == "f16" else ("fp32",), (32, 64, 128), (32, 64)
-        ):
-            name = f"sm{arch}_{short}_256x{n}x{k}_acc{accum[2:]}"
-            rows.append(_row(name, "fprop", dtype, accum, 256, n, k, "MMA", arch))
-        for m, n in ((32, 64), (64, 64), (64, 128)) if arch == 90 else ((64, 64), (32, 64)):
-            needs = 90 if m == 64 else arch
-            rows.append(
-                _row(f"sm{arch}_{short}_wgrad_{m}x{n}", "wgrad", dtype, "fp32", m, n, 16, "MMA", needs)
-            )
-        if arch == 80:
-            small = _row(f"sm80_{short}_wgrad_32x64_small", "wgrad", dtype, "fp32", 32, 64, 16, "MMA", 80)
-            rows.append({**small, "stages": 1})
-    for n, (k, chunk) in itertools.product((32, 64), ((32, 32), (64, 64), (64, 128), (64, -1))):
-        name = f"sm80_f16_256x{n}x{k}_acc16p{'off' if chunk == -1 else chunk}"
-        row = _row(name, "fprop", "fp16", "fp16_promoted", 256, n, k, "MMA", 80)
-        rows.append({**row, "promote": chunk})
-    for scheme, promote in (("3xtf32", 8), ("tf32", 0)):
-        for n in (32, 64):
-            row = _row(f"sm80_f32_256x{n}x32_{scheme}", "fprop", "fp32", "fp32", 256, n, 32, "MMA", 80)
-            rows.append({**row, "promote": promote})
-        for small, stages in (("", 2), ("_small", 1)):
-            name = f"sm80_f32_wgrad_32x32{small}_{scheme}"
-            row = _row(name, "wgrad", "fp32", "fp32", 32, 32, 16, "MMA", 80)
-            rows.append({**row, "promote": promote, "stages": stages})
-    for short, dtype in (("f32", "fp32"), ("f64", "fp64"), ("f16", "fp16"), ("bf16", "bf16")):
-        accum = "fp64" if short == "f64" else "fp32"
-        rows.append(_row(f"simt_{short}", "fprop", dtype, accum, 256, 32, 32, "SIMT", 80))
-        rows.append(_row(f"simt_{short}_wgrad", "wgrad", dtype, accum, 32, 32, 32, "SIMT", 80))
-    return rows
 
 
 def _clear() -> None:
@@ -75,16 +39,14 @@ def _clear() -> None:
 
 
 def _use(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], archs: list[str]) -> None:
-    build = SimpleNamespace(HAS_CUDA=bool(rows), CUDA_ARCHS=archs, kernel_configs=lambda: rows)
-    monkeypatch.setattr(tiles_module, "_C", build)
-    monkeypatch.setattr(settings, "_C", build)
+    stand_in(monkeypatch, rows, archs)
     _clear()
 
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A build that holds every tile for sm_80 and sm_90a."""
-    _use(monkeypatch, full_build(), ["8.0", "9.0a"])
+    _use(monkeypatch, snapshot(), ARCHS)
     yield
     monkeypatch.undo()
     _clear()
@@ -120,7 +82,7 @@ def plan(
         ("fwd", torch.bfloat16, "fp32", 64, 128, 1, ADA, "sm80_bf16_256x128x32_acc32"),
         ("fwd", torch.float16, "fp16", 128, 128, 1, ADA, "sm80_f16_256x128x32_acc16"),
         ("wgrad", torch.float16, "fp32", 64, 64, 1, H100, "sm90_f16_wgrad_64x64"),
-        ("wgrad", torch.float16, "fp32", 16, 256, 1, H100, "sm90_f16_wgrad_64x128"),
+        ("wgrad", torch.float16, "fp32", 16, 256, 1, H100, "sm90_f16_wgrad_32x128"),
         ("wgrad", torch.bfloat16, "fp32", 64, 64, 1, A100, "sm80_bf16_wgrad_32x64"),
         ("wgrad", torch.bfloat16, "fp32", 64, 64, 1, ADA, "sm80_bf16_wgrad_32x64_small"),
         ("fwd", torch.float16, "fp32", 64, 64, 64, H100, "simt_f16"),
@@ -132,10 +94,11 @@ def plan(
         ("fwd", torch.float32, "fp32", 128, 128, 2, H100, "sm80_f32_256x32x32_3xtf32"),
         ("fwd", torch.float32, "fp32", 128, 128, 4, H100, "simt_f32"),
         ("dgrad", torch.float32, "fp32", 256, 96, 1, A100, "sm80_f32_256x32x32_3xtf32"),
-        ("wgrad", torch.float32, "fp32", 64, 64, 1, A100, "sm80_f32_wgrad_32x32_3xtf32"),
-        ("wgrad", torch.float32, "fp32", 64, 64, 1, ADA, "sm80_f32_wgrad_32x32_small_3xtf32"),
+        ("wgrad", torch.float32, "fp32", 64, 64, 1, H100, "sm80_f32_wgrad_32x32_3xtf32"),
+        ("wgrad", torch.float32, "fp32", 64, 64, 1, A100, "sm80_f32_wgrad_32x32_small_3xtf32"),
+        ("wgrad", torch.float32, "fp32", 64, 64, 1, ADA, "simt_f32_wgrad"),
         ("wgrad", torch.float32, "fp32", 32, 64, 1, A100, "simt_f32_wgrad"),
-        ("fwd", torch.float32, "fp32", 64, 64, 1, ADA, "simt_f32"),
+        ("fwd", torch.float32, "fp32", 64, 64, 1, ADA, "sm80_f32_256x32x32_3xtf32"),
         ("fwd", torch.float16, "fp16_promoted:64", 64, 64, 1, H100, "sm80_f16_256x32x64_acc16p64"),
         ("dgrad", torch.float16, "fp16_promoted:32", 32, 96, 1, ADA, "sm80_f16_256x32x32_acc16p32"),
         ("fwd", torch.float16, "fp16_promoted:offset", 32, 32, 1, A100, "sm80_f16_256x32x64_acc16poff"),
@@ -164,7 +127,149 @@ def test_every_selected_tile_fits_the_call(build: None) -> None:
             tile = by_name[select_tile(op, dtype, accumulator, c_in, c_out, 1, cap).name]
             assert tile.op == ("wgrad" if op == "wgrad" else "fprop")
             assert (tile.input, tile.accum) == (tiles_module.DTYPE_NAMES[dtype], accumulator)
-            assert tile.runs_on(cap) and tile.atom != "SIMT"
+            assert tile.runs_on(card(cap)) and tile.atom != "SIMT"
+
+
+def test_fault_40_every_card_has_a_tile_for_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile found runs on the card: code, architecture, and no more shared memory than CUDA documents."""
+    kilobytes = dict(zip(CAPABILITIES, (163, 99, 163, 99, 227, 227, 227, 227, 99, 99), strict=True))
+    combinations = [
+        *itertools.product(settings.OPS, HALF, ("fp32",)),
+        *(
+            (op, torch.float16, accumulator)
+            for op in ("fwd", "dgrad")
+            for accumulator in ("fp16", *(f"fp16_promoted:{chunk}" for chunk in tiles_module.CHUNKS))
+        ),
+        *itertools.product(settings.OPS, (torch.float32,), ("fp32",)),
+        *itertools.product(settings.OPS, (torch.float64,), ("fp64",)),
+    ]
+    channels = (1, 3, 8, 16, 18, 32, 64, 96, 128, 320)
+    for archs in (["8.0+PTX", "9.0a"], ["8.0+PTX"]):
+        _use(monkeypatch, snapshot(), archs)
+        by_name = {tile.name: tile for tile in tiles_module.compiled()}
+        for capability, (op, dtype, accumulator) in itertools.product(CAPABILITIES, combinations):
+            kind, (accum, chunk) = "wgrad" if op == "wgrad" else "fprop", parse_accumulator(accumulator)
+            for c_in, c_out, groups, precision in itertools.product(
+                channels, channels, (1, 8), ("ieee", "tf32")
+            ):
+                if c_in % groups or c_out % groups or (precision == "tf32" and dtype != torch.float32):
+                    continue
+                call = (op, dtype, accumulator, c_in, c_out, groups, capability)
+                tile = by_name[select_tile(*call, fp32_precision=precision).name]
+                found = (tile.op, tile.input, tile.accum, tile.promote if chunk else 0)
+                assert found == (kind, tiles_module.DTYPE_NAMES[dtype], accum, chunk), call
+                assert tile.shared_memory <= 1024 * kilobytes[capability], call
+                assert tile.arch == 80 or (capability == H100 and "9.0a" in archs), call
+                assert precision == "tf32" or tile.scheme != "tf32", call
+    monkeypatch.undo()
+    _clear()
+
+
+def test_a_tile_needs_what_the_library_says(build: None) -> None:
+    """98,432 bytes fit where 101,376 are allowed, 106,624 do not; one byte less and neither does."""
+    by_name = {tile.name: tile for tile in tiles_module.compiled()}
+    small, large = by_name["sm80_f16_256x32x64_acc32"], by_name["sm80_f16_256x64x64_acc32"]
+    assert (small.shared_memory, large.shared_memory) == (98_432, 106_624)
+    ada = card(ADA)
+    assert ada == tiles_module.Card(ADA, 101_376, ADA)
+    assert small.runs_on(ada) and not small.runs_on(ada._replace(shared_memory=98_431))
+    expected = f"{large.name} needs 106,624 bytes of shared memory a block, sm_89 allows 101,376"
+    assert large.obstacle(ada) == expected
+    reason = select_tile("fwd", torch.float16, "fp32", 64, 64, 1, ADA, (large.name,)).reason
+    assert f"cannot run this; {expected}" in reason
+
+
+def test_a_call_without_a_tile_that_fits_says_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    _use(monkeypatch, [row for row in snapshot() if row["atom"] != "SIMT"], ARCHS)
+    with pytest.raises(RuntimeError, match=r"sm_89: \S+ needs 114,576 bytes .* sm_89 allows 101,376"):
+        select_tile("wgrad", torch.float32, "fp32", 64, 64, 1, ADA)
+    monkeypatch.undo()
+    _clear()
+
+
+# ---- a big card like a small one ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch, build: None) -> torch.device:
+    """A stand-in for an H100 at cuda:0."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H100)
+    return torch.device("cuda", 0)
+
+
+def test_limits_choose_the_tiles_of_a_small_card(hopper: torch.device) -> None:
+    """Another setting, another decision, though the call is the same: no cache may keep the former one."""
+
+    def chosen(dtype: torch.dtype = torch.float16) -> Any:
+        return plan_call(dtype, False, "default", 64, 64, 1, hopper, settings.get_pools(dtype))[1:]
+
+    assert chosen()[1:] == ("sm90_f16_256x64x64_acc32",) * 2 + ("sm90_f16_wgrad_64x64",)
+    with settings.override(shared_memory=101_376):
+        assert card(hopper) == tiles_module.Card(H100, 101_376, H100, card(hopper).limited)
+        reason, *names = chosen()
+        assert names == ["sm80_f16_256x64x32_acc32"] * 2 + ["sm80_f16_wgrad_32x64_small"]
+        assert "101,376 bytes of shared memory" in reason
+        assert chosen(torch.float32)[3] == "simt_f32_wgrad"
+    with settings.override(compute_capability=(8, 6)):
+        assert card(hopper)[:3] == ((8, 6), 101_376, H100)
+        reason, *names = chosen()
+        assert names == ["sm80_f16_256x64x32_acc32"] * 2 + ["sm80_f16_wgrad_32x64_small"]
+        assert "sm_86, as if of capability 8.6" in reason
+    with settings.override(compute_capability=(8, 0)):
+        assert card(hopper).shared_memory == 163 * 1024
+        assert chosen()[1:] == ("sm80_f16_256x64x64_acc32",) * 2 + ("sm80_f16_wgrad_32x64",)
+    assert chosen()[1:] == ("sm90_f16_256x64x64_acc32",) * 2 + ("sm90_f16_wgrad_64x64",)
+
+
+def test_limits_apply_to_devices_only(hopper: torch.device) -> None:
+    with settings.override(shared_memory=101_376, compute_capability=(8, 0)):
+        assert card(H100) == tiles_module.Card(H100, 227 * 1024, H100)
+        assert select_tile("fwd", torch.float16, "fp32", 64, 64, 1, H100).name == F32_FORWARD
+        assert select_tile("fwd", torch.float16, "fp32", 64, 64, 1, "cpu").name == "cpu"
+        pool = {row.name for row in voxmma.tiles(hopper) if row.in_pool}
+    assert "sm80_f16_256x32x64_acc32" in pool and not any("sm90" in name or "x64x64" in name for name in pool)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"shared_memory": 232_449}, r"shared_memory=232449 \(VOXMMA_SHARED_MEMORY\).*allows 232448 bytes"),
+        ({"compute_capability": (10, 0)}, r"VOXMMA_COMPUTE_CAPABILITY\): cuda:0 has 9.0"),
+        (
+            {"compute_capability": (8, 6), "shared_memory": 101_377},
+            "allows 101376 bytes a block, as if of capability 8.6",
+        ),
+    ],
+)
+def test_limits_beyond_the_device_are_errors(hopper: torch.device, limits: Any, message: str) -> None:
+    with settings.override(**limits), pytest.raises(ValueError, match=message):
+        plan_call(torch.float16, False, "default", 64, 64, 1, hopper, settings.get_pools())
+
+
+def test_doctor_shows_limits_and_refuses_nonsense(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, answer in (("is_available", True), ("device_count", 1), ("get_device_name", "H100")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, a=answer: a)
+    monkeypatch.setattr(doctor, "_C", tiles_module._C)
+    (plain,) = doctor._check_gpus()
+    with settings.override(compute_capability=(8, 6)):
+        (limited,) = doctor._check_gpus()
+    with settings.override(shared_memory=1 << 20):
+        (refused,) = doctor._check_gpus()
+    assert (plain.status, limited.status, refused.status) == ("ok", "ok", "fail")
+    assert f"{len(snapshot())} kernels run on it" in plain.found and "as if" not in plain.found
+    assert "as if of capability 8.6, with 101,376 bytes of shared memory a block" in limited.found
+    assert "shared_memory=1048576 (VOXMMA_SHARED_MEMORY)" in refused.advice
+
+
+@pytest.mark.skipif(not _C.HAS_CUDA, reason="a CPU-only build has no tile table")
+def test_the_snapshot_is_the_table_of_this_build() -> None:
+    """After a change of tiles: python tests/tile_table.py."""
+    rows = (
+        snapshot() if "9.0a" in _C.CUDA_ARCHS else [r for r in snapshot() if not r["name"].startswith("sm90")]
+    )
+    assert _C.kernel_configs() == rows
 
 
 def test_cpu_is_its_own_tile() -> None:
@@ -181,23 +286,32 @@ def test_unlisted_architecture_is_named(build: None, capability: tuple[int, int]
         select_tile("fwd", torch.float16, "fp32", 64, 64, 1, capability)
 
 
+CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
+
+
 @pytest.mark.parametrize(
-    ("archs", "capability", "expected"),
+    ("archs", "serves", "hopper"),
     [
-        (["8.0"], (8, 6), True),
-        (["8.6"], (8, 0), False),
-        (["9.0a"], (9, 0), True),
-        (["9.0a"], (10, 0), False),
-        (["9.0+PTX"], (12, 0), True),
-        (["9.0"], (12, 0), False),
-        ([], (8, 0), False),
+        ("", [], False),
+        ("8.0", [(8, 0), (8, 6), (8, 9)], False),
+        ("8.6", [(8, 6), (8, 9)], False),
+        ("8.7", [(8, 7)], False),
+        ("9.0a", [(9, 0)], True),
+        ("8.0 9.0a", [(8, 0), (8, 6), (8, 9), (9, 0)], True),
+        ("9.0a 9.0+PTX", [c for c in CAPABILITIES if c >= (9, 0)], True),
+        ("8.0+PTX", list(CAPABILITIES), False),
+        ("10.0", [(10, 0), (10, 3)], False),
+        ("10.0a", [(10, 0)], False),
+        ("10.0f", [(10, 0), (10, 3)], False),
+        ("10.3f", [(10, 3)], False),
+        ("12.0f", [(12, 0), (12, 1)], False),
+        ("12.1", [(12, 1)], False),
     ],
 )
-def test_machine_code_of_a_build(
-    monkeypatch: pytest.MonkeyPatch, archs: list[str], capability: tuple[int, int], expected: bool
-) -> None:
-    monkeypatch.setattr(tiles_module, "_C", SimpleNamespace(CUDA_ARCHS=archs))
-    assert tiles_module.built_for(capability) is expected
+def test_fault_41_code_of_a_build(archs: str, serves: list[tuple[int, int]], hopper: bool) -> None:
+    """Kernels for 9.0a run on 9.0 and nothing else; PTX of 8.0 on a Hopper holds none of them."""
+    assert [c for c in CAPABILITIES if _C.build_runs_on(archs, 80, *c)] == serves
+    assert [c for c in CAPABILITIES if _C.build_runs_on(archs, 90, *c)] == ([H100] if hopper else [])
 
 
 # ---- which accumulator runs --------------------------------------------------------------------------------
@@ -249,7 +363,7 @@ def test_explicit_true_is_honoured_or_explained(build: None) -> None:
 
 
 def test_explicit_true_without_a_tile_is_explained(monkeypatch: pytest.MonkeyPatch, build: None) -> None:
-    _use(monkeypatch, [row for row in full_build() if row["accum"] != "fp16"], ["8.0", "9.0a"])
+    _use(monkeypatch, [row for row in snapshot() if row["accum"] != "fp16"], ARCHS)
     accumulator, reason, *_ = plan(torch.float16, True, "module")
     assert accumulator == "fp32" and "no fprop kernel for fp16 inputs with fp16 accumulators" in reason
 
@@ -312,7 +426,7 @@ def test_tf32_is_opt_in_and_ieee_never_takes_it(build: None) -> None:
 
 
 def test_tf32_without_a_tile_runs_ieee(monkeypatch: pytest.MonkeyPatch, build: None) -> None:
-    _use(monkeypatch, [row for row in full_build() if "tf32" not in row["name"]], ["8.0", "9.0a"])
+    _use(monkeypatch, [row for row in snapshot() if "tf32" not in row["name"]], ARCHS)
     accumulator, reason, tile, *_ = plan(torch.float32, False, "default", fp32_precision="tf32")
     assert (accumulator, tile) == ("fp32", "simt_f32") and "no tf32 tile" in reason
 
@@ -482,7 +596,7 @@ def test_table_has_a_row_for_every_published_tile(build: None) -> None:
 def test_table_lists_every_compiled_tile_and_prints(build: None) -> None:
     table = voxmma.tiles("cpu")
     names = {row.name for row in table}
-    assert names >= {row["name"] for row in full_build()}
+    assert names >= {row["name"] for row in snapshot()}
     text = str(table)
     assert all(name in text for name in names)
     assert "built for 8.0, 9.0a" in text and repr(table) == text
@@ -547,3 +661,39 @@ def test_this_device_has_a_tile_for_every_call() -> None:
     roles = [row for row in voxmma.tiles() if row.architectures == "published"]
     assert all(row.ours != "not compiled here" for row in roles)
     assert any(row.in_pool for row in voxmma.tiles())
+
+
+@pytest.mark.gpu
+def test_the_device_says_its_shared_memory() -> None:
+    """The driver, torch and CUDA's documentation agree."""
+    device = torch.device("cuda", 0)
+    capability = torch.cuda.get_device_capability(device)
+    asked = card(device, settings.NO_LIMITS)
+    assert asked == tiles_module.Card(capability, tiles_module.shared_memory_of(capability), capability)
+    told = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
+    assert told in (None, asked.shared_memory)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "ieee", "tf32"])
+def test_fault_40_training_as_on_a_small_card(precision: str) -> None:
+    """Forward and both gradients with 99 KB: only tiles that fit run, and they give what large ones give."""
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
+    coords = random_coords(3000, 20).cuda()
+    x = torch.randn(3000, 64, device="cuda", dtype=dtype)
+    layer = voxmma.nn.SparseConv3d(64, 64, 3).to("cuda", dtype)
+    small = {"compute_capability": (8, 0), "shared_memory": 101_376}
+    fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    results = []
+    for limits in ({"compute_capability": None, "shared_memory": None}, small):
+        with settings.override(fp32_precision=fp32_precision, **limits):
+            feats = x.clone().requires_grad_()
+            out = layer(voxmma.Voxels(coords, feats))
+            results.append((out.feats, *torch.autograd.grad(out.feats, (feats, layer.weight), out.feats)))
+            record = voxmma.explain(out)
+    by_name = {tile.name: tile for tile in tiles_module.compiled()}
+    ran = [by_name[name] for name in (record.tile, record.dgrad_tile, record.wgrad_tile)]
+    assert all(tile.arch == 80 and tile.shared_memory <= 101_376 for tile in ran), ran
+    for large, got in zip(*results, strict=True):
+        error = float((got.double() - large.double()).norm() / large.double().norm())
+        assert error < {"fp16": 2e-3, "bf16": 1e-2, "ieee": 1e-5, "tf32": 2e-3}[precision], record

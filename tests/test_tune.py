@@ -24,13 +24,13 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import voxmma
-from test_tiles import full_build
 from voxmma import settings, timing, tunecache, tuner
 from voxmma.cli import app
 from voxmma.kernel_map import kernel_map
 from voxmma.tunecache import Key, Owner, Table
 
 from conftest import random_coords, surface_coords
+from tile_table import ARCHS, snapshot, stand_in
 
 tiles_module = importlib.import_module("voxmma.tiles")  # the name voxmma.tiles is the function
 
@@ -65,7 +65,7 @@ def in_child(work: Callable[[], None]) -> int:
     """Runs `work` in a forked process; its exit code, negative for a signal."""
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
-    child.join(30)
+    child.join(600)
     assert child.exitcode is not None
     return child.exitcode
 
@@ -163,7 +163,10 @@ def test_a_file_that_cannot_be_read_is_no_error(
 # ---- many writers, kills, full disks -----------------------------------------------------------------------
 
 
-def test_eight_processes_write_at_once(cache: Path, card: None, tmp_path: Path) -> None:
+def test_eight_processes_write_at_once(
+    cache: Path, card: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tunecache, "LOCK_SECONDS", 600.0)  # however slowly the others get on
     context = multiprocessing.get_context("fork")
     start = context.Barrier(8)
     done = context.Barrier(8)
@@ -183,14 +186,14 @@ def test_eight_processes_write_at_once(cache: Path, card: None, tmp_path: Path) 
     for child in children:
         child.start()
     for child in children:
-        child.join(60)
+        child.join(600)
     assert [child.exitcode for child in children] == [0] * 8
     assert len(tunecache.read(cache, OWNER)) == 200 and len(cache.read_bytes().splitlines()) == 200
     answers = {(tmp_path / f"won-{number}").read_text() for number in range(8)}
     assert len(answers) == 1 and "tile='a'" in answers.pop()
 
 
-def test_a_writer_killed_in_the_middle_of_a_line(cache: Path) -> None:
+def test_a_writer_killed_in_the_middle_of_a_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = measured(a=1.0), measured(b=1.0)
     tunecache.append([before])
     real = os.write
@@ -206,9 +209,9 @@ def test_a_writer_killed_in_the_middle_of_a_line(cache: Path) -> None:
 
     assert in_child(work) == -signal.SIGKILL
     assert not cache.read_bytes().endswith(b"\n")
-    began = time.monotonic()
-    assert tunecache.append([after]) is None
-    assert time.monotonic() - began < tunecache.LOCK_SECONDS / 2  # the lock died with its holder
+    with monkeypatch.context() as patch:
+        patch.setattr(tunecache.time, "sleep", lambda seconds: pytest.fail("the lock outlived its holder"))
+        assert tunecache.append([after]) is None
     with pytest.warns(UserWarning, match="1 damaged line"):
         assert tunecache.read(cache, OWNER) == [before, after]
 
@@ -221,11 +224,11 @@ def test_writers_killed_at_any_time_leave_a_file_of_whole_lines(cache: Path) -> 
     for size in (1, 20_000, 50_000):
         child = multiprocessing.get_context("fork").Process(target=work)
         child.start()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 600
         while not (cache.exists() and cache.stat().st_size > size) and time.monotonic() < deadline:
             time.sleep(1e-3)
         os.kill(child.pid or 0, signal.SIGKILL)
-        child.join(30)
+        child.join(600)
     before = len(tunecache.read(cache, OWNER))
     assert tunecache.append([measured()]) is None
     assert before >= 50_000 // 1000 and len(tunecache.read(cache, OWNER)) == before + 1
@@ -370,9 +373,7 @@ def test_forget_empties_the_file(cache: Path, card: None) -> None:
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, card: None) -> Iterator[None]:
     """A build that holds every tile, on a card of capability 9.0."""
-    made = SimpleNamespace(HAS_CUDA=True, CUDA_ARCHS=["8.0", "9.0a"], kernel_configs=full_build)
-    monkeypatch.setattr(tiles_module, "_C", made)
-    monkeypatch.setattr(settings, "_C", made)
+    stand_in(monkeypatch, snapshot(), ARCHS)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H100)
     tiles_module.compiled.cache_clear()
     tiles_module._plan_call.cache_clear()
@@ -610,7 +611,7 @@ def ranks(tmp_path: Path, work: Callable[[int], Any]) -> list[Any]:
     for child in children:
         child.start()
     for child in children:
-        child.join(60)
+        child.join(600)
     assert [child.exitcode for child in children] == [0, 0]
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
 

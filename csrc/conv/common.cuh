@@ -334,7 +334,9 @@ inline size_t wgrad_workspace(int splits, int64_t count, int bytes) {
 }
 
 // out[i] = sum over s, in order, of partial[s][i]; partial is fp32 or fp64 (`acc`). Defined in pack.cu.
+// `pairs`, of a wgrad with fp16 or bf16 operands (`in`) whose kernel multiplies rows without a neighbour by zeros: a sum
+// that is not finite is made again, from pairs alone.
 cudaError_t reduce_splits(const void* partial, DType acc, int splits, int64_t count, void* out, DType out_dtype,
-                          cudaStream_t stream);
+                          cudaStream_t stream, const ConvArgs* pairs = nullptr, DType in = DType::f32);
 
 }  // namespace voxmma

@@ -2,8 +2,8 @@
 //   3xtf32  operands split into two tf32 pieces, three products, sums of 8 products added in fp32, to nearest. One product
 //           is off by up to 2^-21 of itself; from about 16 products a cell on, errors are those of SIMT fp32 or less.
 //           Not so near the ends of the exponent range: an operand loses up to 2^-136 (tf32 numbers are multiples of
-//           that), so subnormal activations leave errors of up to 2^-136 * sum|w|; and a result is non-finite where an
-//           operand is, or rounds to inf in tf32 (beyond 2^128 (1 - 2^-12)).
+//           that), so subnormal activations leave errors of up to 2^-136 * sum|w|; and a result is NaN where an input
+//           is infinite, and non-finite where one rounds to inf in tf32 (beyond 2^128 (1 - 2^-12)).
 //   tf32    operands rounded to tf32 (unit 2^-11), one product, fp32 sums truncated by the tensor core
 #include "fprop_sm80.cuh"
 

@@ -14,6 +14,7 @@
 
 #include "common.cuh"
 #include "mma_sm80.cuh"
+#include "nonfinite.cuh"
 
 namespace voxmma {
 
@@ -260,6 +261,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     }
   }
   cp_async_wait<0>();
+  const uint32_t flags = load_flags(args.raw);  // arrive while rows are stored
 
   // Epilogue: fp32 bias, one rounding, rows to their places in the caller's order.
   const int channel0 = nb * C::BN + wn * C::kFragsN * 8;  // first channel of the warp, inside the group
@@ -291,6 +293,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         store_row<T, C::kFragsN>(row < 0 ? nullptr : static_cast<T*>(args.out) + at, cols, vec, get);
     }
   }
+  if (part == 0 && any_nonfinite(flags)) {
+#pragma unroll 1
+    for (int i = 0; i < C::kFragsM; ++i)
+      add_nonfinite<C::In, C::kSplit>(args, scheduled, (wm + i * C::kWarpsM) * kFragRows, group, channel0,
+                                      C::kFragsN * 8);
+  }
 }
 
 template <class C>
@@ -314,7 +322,8 @@ cudaError_t launch_fprop_sm80(const ConvArgs& given, cudaStream_t stream) {
 
 template <class C>
 KernelEntry fprop_sm80_entry(const char* name) {
-  return {{name, Op::fprop, C::In, C::Acc, kTileM, C::BN, C::CK, C::kStages, C::Sum::kAtom, C::kPromoteConfig, 80},
+  return {{name, Op::fprop, C::In, C::Acc, kTileM, C::BN, C::CK, C::kStages, C::Sum::kAtom, C::kPromoteConfig, 80,
+           C::kSmem},
           [](const ConvArgs& args) { return parts_workspace(args, fprop_sm80_parts<C>(args), 4); },
           launch_fprop_sm80<C>,
           [](const ConvArgs& args) { return fprop_sm80_parts<C>(args).count(); }};

@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "nonfinite.cuh"
 #include "sm90.cuh"
 
 namespace voxmma::sm90 {
@@ -174,6 +175,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<32>();
     PassWalk walk(plan.schedule, plan.tiles, worker(), workers(), per_tile);
     if (warp == C::kConsumers * 4) {  // weights and pass data
+      const uint32_t flags = load_flags(args.raw);
       RingState<C::kStages> ws;
       RingState<C::kPassSlots> ps;
       Pass next = walk.done() ? Pass{} : load_pass(plan.passes + walk.pass());
@@ -187,6 +189,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           used &= share;
           rows = rows && share != 0;
         }
+        const bool nonfinite = any_nonfinite(flags);
         const int id = walk.pass(), tile = walk.tile(), within = walk.within();
         const bool last = walk.last_pass();
         const int ahead = walk.peek();
@@ -197,7 +200,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         if (lane == 0) {
           wait_empty(pass_empty + ps.index * 8, ps.phase);
           const uint32_t bar = pass_full + ps.index * 8;
-          sts_v4(smem_u + C::kHeadAt + ps.index * 16, make_int4(used, last, 0, rows));
+          sts_v4(smem_u + C::kHeadAt + ps.index * 16, make_int4(used, last, nonfinite, rows));
           const int local_bytes = pass.k_count * kTileM * 2;
           arrive_expect(bar, local_bytes + kFrags * 4);
           bulk_copy(smem_u + C::kLocalAt + ps.index * C::kLocalBytes,
@@ -397,6 +400,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         }
         cluster_sync();
         store_shared_item<C>(args, smem_u, tile, g, col0, rank, parts);
+        if (lds_u32(smem_u + C::kHeadAt + 8) != 0) {  // as below; the first header is still there
+          asm volatile("bar.sync 1, %0;\n" ::"n"(C::kConsumers * kWarpGroup) : "memory");
+          for (int frag = kFrags * rank / parts + warp; frag < kFrags * (rank + 1) / parts; frag += C::kConsumers * 4) {
+            add_nonfinite<dtype_of<T>>(args, load_scheduled(plan.schedule, item / per_tile), frag * kFragRows, g, col0,
+                                       BN);
+          }
+        }
         cluster_sync();
         return;
       }
@@ -455,6 +465,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         }
       }
     }
+
+    if (lds_u32(smem_u + C::kHeadAt + 8) != 0) {  // as every header says: some weights are not in the image
+#pragma unroll 1
+      for (uint32_t round = 0, item; (item = dealt(round, worker(), workers())) < items; ++round) {
+        const int within = int(item % per_tile);
+        const int block = C::kSwap && round % 2 != 0 ? C::kConsumers - 1 - group_id : group_id;
+        add_nonfinite<dtype_of<T>>(args, load_scheduled(plan.schedule, item / per_tile), block * 64 + (warp % 4) * 16,
+                                   within / blocks_n, within % blocks_n * BN, BN);
+      }
+    }
   }
 #endif
 }
@@ -501,7 +521,7 @@ template <class C>
 KernelEntry fprop_entry(const char* name, DType input) {
   constexpr Accum accum = sizeof(typename C::Acc) == 2 ? Accum::f16 : Accum::f32;
   return {{name, Op::fprop, input, accum, kTileM, C::BN, C::CK, C::kStages,
-           Atom<typename C::T, typename C::Acc, C::BN, GMMA::Major::K>::name, 0, 90},
+           Atom<typename C::T, typename C::Acc, C::BN, GMMA::Major::K>::name, 0, 90, C::kSmemBytes},
           no_workspace,
           fprop_launch<C>,
           [](const ConvArgs& args) { return fprop_parts<C>(args).count(); }};

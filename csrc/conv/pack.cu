@@ -1,19 +1,12 @@
 // The weight image of the fprop kernels, and the fixed-order sums of partial results.
 #include "common.cuh"
+#include "nonfinite.cuh"
 
 namespace voxmma {
 namespace {
 
 constexpr int kThreads = 256;
-
-__device__ float load_float(const void* values, DType dtype, int64_t i) {
-  switch (dtype) {
-    case DType::f16: return convert<float>(static_cast<const __half*>(values)[i]);
-    case DType::bf16: return convert<float>(static_cast<const __nv_bfloat16*>(values)[i]);
-    case DType::f32: return static_cast<const float*>(values)[i];
-    default: return convert<float>(static_cast<const double*>(values)[i]);
-  }
-}
+constexpr int64_t kMaxPackBlocks = 1024;  // fills any device, and leaves a kernel at most 1024 flags to read
 
 // One thread per `PE` neighbouring channels (a 16-byte piece, or a single channel) of one image row.
 template <class T, class W, int PE>
@@ -21,6 +14,7 @@ __global__ void pack_kernel(PackArgs args, int n_blocks, int chunks, int64_t tot
   const auto* weight = static_cast<const W*>(args.weight);  // (K, G, c_in, c_out), or (K, G, c_out, c_in) if transposed
   auto* image = static_cast<T*>(args.image);                // [G][n_blocks][K][chunks][n][k]
   const int pieces = args.k / PE;
+  bool nonfinite = false;
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < total; i += int64_t{gridDim.x} * kThreads) {
     int64_t rest = i;
     const int row = static_cast<int>(rest % args.n);
@@ -36,17 +30,19 @@ __global__ void pack_kernel(PackArgs args, int n_blocks, int chunks, int64_t tot
     const int group = static_cast<int>(rest / n_blocks);
     const int co = nb * args.n + row;
     const int ci0 = chunk * args.k + piece * PE;
-    const int from = args.mirror ? args.kernel_volume - 1 - offset : offset;
-    const W* w = weight + (static_cast<int64_t>(from) * args.groups + group) * args.c_in * args.c_out;
 
     alignas(16) T v[PE];
 #pragma unroll
     for (int e = 0; e < PE; ++e) {
       const int ci = ci0 + e;
       const bool inside = co < args.c_out && ci < args.c_in;
-      const int64_t at =
-          args.transpose ? static_cast<int64_t>(co) * args.c_in + ci : static_cast<int64_t>(ci) * args.c_out + co;
-      v[e] = inside ? convert<T>(w[at]) : convert<T>(0.0f);
+      v[e] = inside ? convert<T>(weight[weight_at(args.kernel_volume, args.groups, args.c_in, args.c_out,
+                                                  args.transpose, args.mirror, offset, group, ci, co)])
+                    : convert<T>(0.0f);
+      if (is_nonfinite(v[e])) {
+        nonfinite = true;
+        if (PE > 1) v[e] = stand_in(v[e]);
+      }
     }
     const int row_bytes = args.k * static_cast<int>(sizeof(T));
     T* dst = image + (block * args.n + row) * args.k + swizzle(row, piece, row_bytes) * PE;
@@ -55,12 +51,25 @@ __global__ void pack_kernel(PackArgs args, int n_blocks, int chunks, int64_t tot
     else
       dst[0] = v[0];
   }
+  nonfinite = __syncthreads_or(nonfinite);
+  if (threadIdx.x == 0) args.flags[blockIdx.x] = nonfinite;
+  if (blockIdx.x == 0 && threadIdx.x < 16 && gridDim.x + threadIdx.x < ceil_div(gridDim.x, 16) * 16)
+    args.flags[gridDim.x + threadIdx.x] = 0;  // up to 16 bytes
   if (args.bias != nullptr) {
     const int64_t channels = int64_t{args.groups} * args.c_out;
     for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < channels; i += int64_t{gridDim.x} * kThreads) {
-      args.bias32[i] = load_float(args.bias, args.bias_dtype, i);
+      args.bias32[i] = load_as<float>(args.bias, args.bias_dtype, i);
     }
   }
+}
+
+// A thread's pieces in all: 16 bytes, or a channel where k = 1.
+int64_t pack_items(const PackArgs& args) {
+  return static_cast<int64_t>(packed_weight_bytes(args)) / (args.k == 1 ? dtype_bytes(args.input) : 16);
+}
+int64_t pack_blocks(const PackArgs& args) {
+  const int64_t wanted = ceil_div(pack_items(args), kThreads);
+  return wanted < kMaxPackBlocks ? wanted : kMaxPackBlocks;
 }
 
 template <class T, class W>
@@ -69,10 +78,7 @@ cudaError_t pack_typed(const PackArgs& args, cudaStream_t stream) {
   if (args.n < 1 || args.k < 1 || (args.k != 1 && args.k % kPiece != 0)) return cudaErrorInvalidValue;
   const int n_blocks = static_cast<int>(ceil_div(args.c_out, args.n));
   const int chunks = static_cast<int>(ceil_div(args.c_in, args.k));
-  const int64_t elements = static_cast<int64_t>(packed_weight_bytes(args) / sizeof(T));
-  const int64_t total = args.k == 1 ? elements : elements / kPiece;
-  const int64_t wanted = ceil_div(total, kThreads);
-  const int64_t blocks = wanted < 65536 ? wanted : 65536;
+  const int64_t total = pack_items(args), blocks = pack_blocks(args);
   if (args.k == 1)
     return launch_kernel(pack_kernel<T, W, 1>, blocks, kThreads, 0, stream, args, n_blocks, chunks, total);
   return launch_kernel(pack_kernel<T, W, kPiece>, blocks, kThreads, 0, stream, args, n_blocks, chunks, total);
@@ -89,32 +95,35 @@ cudaError_t pack_input(const PackArgs& args, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-// out[i] = sum of partial[0][i], partial[1][i], ... in this order, [splits][count]. Rows: i is a row and a column of
-// `columns`; a row of `out` has ldo elements, and the column's bias is added last.
-template <class A, class T, bool Rows>
-__global__ void reduce_kernel(const A* partial, int splits, int64_t count, T* out, int64_t columns, int64_t ldo,
-                              const float* bias) {
+// X: type of the operands that sums which are not finite are made again from; void: they stay.
+template <class A, class T, class X>
+__global__ void reduce_kernel(const A* partial /* [splits][count] */, int splits, int64_t count, T* out /* [count] */,
+                              const ConvArgs pairs) {
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
-  if (i >= count) return;
+  const bool inside = i < count;
   A sum = 0;
+  if (inside) {
 #pragma unroll 8
-  for (int s = 0; s < splits; ++s) sum += partial[s * count + i];
-  if constexpr (Rows) {
-    const int64_t row = i / columns, column = i - row * columns;
-    if (bias != nullptr) sum += static_cast<A>(bias[column]);
-    out[row * ldo + column] = convert<T>(sum);
-  } else {
-    out[i] = convert<T>(sum);
+    for (int s = 0; s < splits; ++s) sum += partial[s * count + i];
   }
+  if constexpr (!std::is_void_v<X>) {
+    const bool wanted = !isfinite(sum);
+    if (__any_sync(~0u, wanted)) sum = sum_pairs<X>(pairs, inside ? i : 0, wanted, sum);
+  }
+  if (inside) out[i] = convert<T>(sum);
 }
 
-template <bool Rows, class A>
+struct NoPairs {
+  using type = void;
+};
+
+template <class A, class X>
 cudaError_t reduce_typed(const A* partial, int splits, int64_t count, void* out, DType out_dtype, cudaStream_t stream,
-                         int64_t columns = 0, int64_t ldo = 0, const float* bias = nullptr) {
+                         const ConvArgs& pairs) {
+  const int64_t blocks = ceil_div(count, kThreads);
   const auto run = [&](auto* typed) {
     using T = std::remove_pointer_t<decltype(typed)>;
-    return launch_kernel(reduce_kernel<A, T, Rows>, ceil_div(count, kThreads), kThreads, 0, stream, partial, splits,
-                         count, typed, columns, ldo, bias);
+    return launch_kernel(reduce_kernel<A, T, X>, blocks, kThreads, 0, stream, partial, splits, count, typed, pairs);
   };
   switch (out_dtype) {
     case DType::f16: return run(static_cast<__half*>(out));
@@ -125,12 +134,45 @@ cudaError_t reduce_typed(const A* partial, int splits, int64_t count, void* out,
   return cudaErrorInvalidValue;
 }
 
+// out[row][column] = sum of partial[0][row][column], partial[1][row][column], ... in this order, then the column's bias.
+template <class A, class T>
+__global__ void reduce_rows_kernel(const A* partial /* [parts][count] */, int parts, int64_t count, int64_t columns,
+                                   const float* bias, T* out, int64_t ldo) {
+  const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (i >= count) return;
+  A sum = 0;
+#pragma unroll 8
+  for (int p = 0; p < parts; ++p) sum += partial[p * count + i];
+  const int64_t row = i / columns, column = i - row * columns;
+  if (bias != nullptr) sum += static_cast<A>(bias[column]);
+  out[row * ldo + column] = convert<T>(sum);
+}
+
+template <class A>
+cudaError_t reduce_rows(const ConvArgs& args, int parts, cudaStream_t stream) {
+  const int64_t columns = int64_t{args.groups} * args.c_out, count = args.plan.n_out * columns;
+  const auto run = [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    return launch_kernel(reduce_rows_kernel<A, T>, ceil_div(count, kThreads), kThreads, 0, stream,
+                         static_cast<const A*>(args.workspace), parts, count, columns, args.bias, typed, args.ldo);
+  };
+  switch (args.out_dtype) {
+    case DType::f16: return run(static_cast<__half*>(args.out));
+    case DType::bf16: return run(static_cast<__nv_bfloat16*>(args.out));
+    case DType::f32: return run(static_cast<float*>(args.out));
+    case DType::f64: return run(static_cast<double*>(args.out));
+  }
+  return cudaErrorInvalidValue;
+}
+
 }  // namespace
 
 size_t packed_weight_bytes(const PackArgs& args) {
   return static_cast<size_t>(args.groups) * ceil_div(args.c_out, args.n) * args.n * args.kernel_volume *
          ceil_div(args.c_in, args.k) * args.k * dtype_bytes(args.input);
 }
+
+int pack_flag_bytes(const PackArgs& args) { return static_cast<int>(ceil_div(pack_blocks(args), 16) * 16); }
 
 cudaError_t pack_weight(const PackArgs& args, cudaStream_t stream) {
   switch (args.input) {
@@ -143,23 +185,25 @@ cudaError_t pack_weight(const PackArgs& args, cudaStream_t stream) {
 }
 
 cudaError_t reduce_splits(const void* partial, DType acc, int splits, int64_t count, void* out, DType out_dtype,
-                          cudaStream_t stream) {
-  if (acc == DType::f32)
-    return reduce_typed<false>(static_cast<const float*>(partial), splits, count, out, out_dtype, stream);
-  if (acc == DType::f64)
-    return reduce_typed<false>(static_cast<const double*>(partial), splits, count, out, out_dtype, stream);
+                          cudaStream_t stream, const ConvArgs* pairs, DType in) {
+  const auto reduce = [&](auto* typed, auto operand) {
+    using A = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
+    using X = typename decltype(operand)::type;
+    return reduce_typed<A, X>(typed, splits, count, out, out_dtype, stream, pairs ? *pairs : ConvArgs{});
+  };
+  if (acc == DType::f64 && !pairs) return reduce(static_cast<const double*>(partial), NoPairs());
+  if (acc != DType::f32) return cudaErrorInvalidValue;
+  const auto* sums = static_cast<const float*>(partial);
+  if (!pairs) return reduce(sums, NoPairs());
+  if (in == DType::f16) return reduce(sums, TypeOf<DType::f16>());
+  if (in == DType::bf16) return reduce(sums, TypeOf<DType::bf16>());
   return cudaErrorInvalidValue;
 }
 
 cudaError_t reduce_parts(const ConvArgs& args, const Parts& parts, DType acc, cudaStream_t stream) {
   if (parts.count() == 1) return cudaSuccess;
-  const int64_t columns = int64_t{args.groups} * args.c_out, count = args.plan.n_out * columns;
-  const auto run = [&](const auto* partial) {
-    return reduce_typed<true>(partial, parts.count(), count, args.out, args.out_dtype, stream, columns, args.ldo,
-                              args.bias);
-  };
-  if (acc == DType::f32) return run(static_cast<const float*>(args.workspace));
-  if (acc == DType::f64) return run(static_cast<const double*>(args.workspace));
+  if (acc == DType::f32) return reduce_rows<float>(args, parts.count(), stream);
+  if (acc == DType::f64) return reduce_rows<double>(args, parts.count(), stream);
   return cudaErrorInvalidValue;
 }
 

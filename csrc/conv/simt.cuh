@@ -8,6 +8,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "nonfinite.cuh"
 
 namespace voxmma {
 
@@ -124,6 +125,7 @@ __global__ void __launch_bounds__(C::kThreads, 2)
       (static_cast<int64_t>(group) * args.c_out + min(co_load, args.c_out - 1)) * plan.kernel_volume * args.c_in;
   const int chunks = (args.c_in + kDepth - 1) / kDepth;
   const int chunk_begin = parts.chunk(part, chunks), chunk_end = parts.chunk_end(part, chunks);
+  const uint32_t flags = load_flags(args.raw);
 
   A acc[TM][4] = {};
   for (int p = scheduled.first_pass; p < scheduled.first_pass + scheduled.passes; ++p) {
@@ -136,6 +138,7 @@ __global__ void __launch_bounds__(C::kThreads, 2)
     __syncthreads();                                          // the previous pass has read s_row and its last buffers
     resolve_rows<kRows>(plan, tile, pass, sub * kRows, s_row);
     __syncthreads();
+    const bool nonfinite = any_nonfinite(flags);  // then zeros in place of a neighbour would make NaN
 
     A next_x[kEach], next_w[4];
     const auto fetch = [&](int j, int chunk) {
@@ -148,7 +151,8 @@ __global__ void __launch_bounds__(C::kThreads, 2)
     int buffer = 0, chunk = chunk_begin;
     fetch(__ffs(mask) - 1, chunk);
     for (uint32_t bits = mask; bits;) {
-      const bool active = mine >> (__ffs(bits) - 1) & 1;
+      const int j = __ffs(bits) - 1;
+      const bool active = mine >> j & 1;
 #pragma unroll
       for (int e = 0; e < kEach; ++e) s_x[buffer][tid % kParts * kEach + e][tid / kParts] = next_x[e];
 #pragma unroll
@@ -159,18 +163,25 @@ __global__ void __launch_bounds__(C::kThreads, 2)
         bits &= bits - 1;
       }
       if (bits) fetch(__ffs(bits) - 1, chunk);
-      if (active) {
-#pragma unroll
+      const auto multiply = [&](auto skip) {  // skip: rows without a neighbour, not only warps without one
+        constexpr int kUnroll = skip ? 1 : kDepth;
+#pragma unroll kUnroll
         for (int d = 0; d < kDepth; ++d) {
           A a[TM], b[4];
           load_elements(a, &s_x[buffer][d][ty * TM], TM, true);
           load_elements(b, &s_w[buffer][d][tx * 4], 4, true);
 #pragma unroll
-          for (int i = 0; i < TM; ++i)
+          for (int i = 0; i < TM; ++i) {
+            if (skip && s_row[j][ty * TM + i] < 0) continue;
 #pragma unroll
             for (int n = 0; n < 4; ++n) acc[i][n] = fma(a[i], b[n], acc[i][n]);
+          }
         }
-      }
+      };
+      if (active && nonfinite)
+        multiply(std::true_type());
+      else if (active)
+        multiply(std::false_type());
       buffer ^= 1;
     }
   }
@@ -449,7 +460,7 @@ struct SimtWgrad {
 template <DType In>
 KernelEntry simt_fprop_entry(const char* name) {
   using C = Simt<In>;
-  return {{name, Op::fprop, In, C::Acc == DType::f64 ? Accum::f64 : Accum::f32, C::kRows, 1, 1, 2, "SIMT", 0, 80},
+  return {{name, Op::fprop, In, C::Acc == DType::f64 ? Accum::f64 : Accum::f32, C::kRows, 1, 1, 2, "SIMT", 0, 80, 0},
           [](const ConvArgs& args) { return parts_workspace(args, simt_fprop_parts<C>(args), dtype_bytes(C::Acc)); },
           launch_simt_fprop<C>,
           [](const ConvArgs& args) { return simt_fprop_parts<C>(args).count(); }};
@@ -459,7 +470,7 @@ template <DType In>
 KernelEntry simt_wgrad_entry(const char* name) {
   using C = Simt<In>;
   return {{name, Op::wgrad, In, C::Acc == DType::f64 ? Accum::f64 : Accum::f32, C::kCols, C::kCols, C::kDepth, 1,
-           "SIMT", 0, 80},
+           "SIMT", 0, 80, 0},
           SimtWgrad<C>::workspace,
           SimtWgrad<C>::launch,
           SimtWgrad<C>::splits};

@@ -26,6 +26,9 @@ namespace GMMA = cute::SM90::GMMA;
 
 inline constexpr int kWarpGroup = 128;  // threads
 
+template <class T>
+inline constexpr DType dtype_of = std::is_same_v<T, cutlass::half_t> ? DType::f16 : DType::bf16;
+
 // Position in a ring of `Stages` shared-memory buffers; `phase` is the parity the barrier of `index` will complete.
 template <int Stages>
 struct RingState {
@@ -298,7 +301,7 @@ template <int MaxRows, int Warps>
 struct RowIds {
   static constexpr int kRegs = (MaxRows + 32 * Warps - 1) / (32 * Warps);
   static constexpr uint32_t kNone = 0xffffffffu;
-  uint32_t at[kRegs];  // row id * row_pieces: reaches 64 GiB of features; kNone: a row of zeros
+  uint32_t at[kRegs];  // row id * row_pieces, within kWgmmaSpan; kNone: a row of zeros
 
   // row_pieces: 16-byte pieces from one row to the next.
   __device__ void load(const int* ids, int count, uint32_t row_pieces, int warp, int lane) {

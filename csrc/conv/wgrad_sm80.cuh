@@ -409,11 +409,10 @@ struct WgradSm80Launch {
 template <class C>
 KernelEntry wgrad_sm80_entry(const char* name) {
   using Launch = WgradSm80Launch<C>;
-  return {
-      {name, Op::wgrad, C::In, Accum::f32, C::CI, C::CO, C::kStepK, C::kStages, C::Sum::kAtom, C::Promote, C::kArch},
-      Launch::workspace,
-      Launch::launch,
-      Launch::splits};
+  return {{name, Op::wgrad, C::In, Accum::f32, C::CI, C::CO, C::kStepK, C::kStages, C::Sum::kAtom, C::Promote, C::kArch,
+           C::kSmem},
+          Launch::workspace,
+          Launch::launch};
 }
 
 }  // namespace voxmma

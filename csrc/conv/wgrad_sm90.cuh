@@ -18,6 +18,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "nonfinite.cuh"
 #include "sm90.cuh"
 
 namespace voxmma {
@@ -380,6 +381,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
     // ---- epilogue: this split's partial sums, zeros included, or dW itself ----
     const bool rounded = grid.splits == 1 && args.out_dtype != DType::f32;
+    bool finite = true;
     float* partial =
         static_cast<float*>(args.workspace) + int64_t(split) * volume * args.groups * args.c_in * args.c_out;
 #pragma unroll
@@ -398,6 +400,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         for (int i = 0; i < BN / 8; ++i) {
           const int col = 8 * i + 2 * (lane % 4);
           const float2 v = acc[j].pair(i, half);
+          finite = finite && isfinite(v.x) && isfinite(v.y);
           if (rounded) {
             T* last = static_cast<T*>(args.out) + at;
             const uint32_t both = pack2<T>(v);
@@ -414,6 +417,34 @@ __global__ void __launch_bounds__(C::kThreads, 1)
             if (col + 1 < left) out[col + 1] = v.y;
           }
         }
+      }
+    }
+    if (grid.splits == 1 && __any_sync(0xffffffffu, !finite)) {  // as reduce_splits does it where there are several
+      using X = type_of<dtype_of<T>>;
+      const auto make_again = [&](auto* out) {
+#pragma unroll 1
+        for (int j = 0; j < J; ++j) {
+          const int slot = (j * C::kStack + stacked) * C::kConsumers + group_id;
+          if (slot >= slots) continue;
+          const int64_t block = int64_t(slot_offset(slot)) * args.groups + g;
+#pragma unroll 1
+          for (int i = 0; i < BN / 2; ++i) {  // the values of the lane
+            const int ci = mb * CK + wg_warp % kWarpsPerOffset * 16 + i / (BN / 4) * 8 + lane / 4;
+            const int co = nb * BN + i % (BN / 4) / 2 * 8 + 2 * (lane % 4) + i % 2;
+            const bool inside = ci < args.c_in && co < args.c_out;
+            const int64_t at = inside ? (block * args.c_in + ci) * args.c_out + co : 0;
+            const float sum = inside ? convert<float>(out[at]) : 0.f;
+            const bool wanted = !isfinite(sum);
+            if (!__any_sync(0xffffffffu, wanted)) continue;
+            const float again = sum_pairs<X>(args, at, wanted, sum);
+            if (wanted) out[at] = convert<std::remove_reference_t<decltype(*out)>>(again);
+          }
+        }
+      };
+      if (args.out_dtype == DType::f32) {
+        make_again(static_cast<float*>(args.out));
+      } else {
+        make_again(static_cast<X*>(args.out));
       }
     }
   }
@@ -438,13 +469,15 @@ cudaError_t wgrad_launch(ConvArgs args, cudaStream_t stream) {
   kernel<<<int(ctas), C::kThreads, C::kSmemBytes, stream>>>(args, grid);
   err = cudaGetLastError();
   if (err != cudaSuccess || grid.splits == 1) return err;
-  return reduce_splits(args.workspace, DType::f32, grid.splits, count, args.out, args.out_dtype, stream);
+  // A row of dY that is not finite turns the zero rows of its step into NaN: such sums are made again.
+  return reduce_splits(args.workspace, DType::f32, grid.splits, count, args.out, args.out_dtype, stream, &args,
+                       dtype_of<typename C::T>);
 }
 
 template <class C>
 KernelEntry wgrad_entry(const char* name, DType input) {
   return {{name, Op::wgrad, input, Accum::f32, C::CK, C::BN, 32, C::kDySlots,
-           Atom<typename C::T, float, C::BN, GMMA::Major::MN>::name, 0, 90},
+           Atom<typename C::T, float, C::BN, GMMA::Major::MN>::name, 0, 90, C::kSmemBytes},
           [](const ConvArgs& args) { return wgrad_workspace(wgrad_grid<C>(args).splits, wgrad_count(args), 4); },
           [](const ConvArgs& args, cudaStream_t stream) { return wgrad_launch<C>(args, stream); },
           [](const ConvArgs& args) { return wgrad_grid<C>(args).splits; }};

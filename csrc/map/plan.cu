@@ -820,7 +820,7 @@ void plan_bounds(const PlanArgs& args, int64_t* passes, int64_t* uniq4) {
 }
 
 cudaError_t build_plan(const PlanArgs& args, cudaStream_t stream) {
-  if (args.n_out < 0 || args.n_out > INT_MAX || args.capacity < 1 || args.capacity > UINT_MAX ||
+  if (args.n_out < 0 || args.n_out > INT_MAX - kTileM || args.capacity < 1 || args.capacity > UINT_MAX ||
       args.pass_capacity > INT_MAX || args.uniq4_capacity > INT_MAX || args.sm_count < 1) {
     return cudaErrorInvalidValue;
   }

@@ -4,6 +4,7 @@
 
 #include "../map/bricks.cuh"
 #include "../pool/rows.cuh"
+#include "positions.cuh"
 
 namespace voxmma {
 namespace {
@@ -53,18 +54,15 @@ __global__ void __launch_bounds__(kThreads) lookup(const SetView set, const Int*
   rows[i] = valid ? find_row(set, make_int4(int(value[0]), int(value[1]), int(value[2]), int(value[3]))) : -1;
 }
 
-__device__ __forceinline__ double to_double(double v) { return v; }
-__device__ __forceinline__ double to_double(float v) { return double(v); }
-__device__ __forceinline__ double to_double(__half v) { return double(__half2float(v)); }
-__device__ __forceinline__ double to_double(__nv_bfloat16 v) { return double(__bfloat162float(v)); }
-
-// In cells of an axis.
-template <class P>
+// In cells of an axis. The nearest voxel is that of the cell at stride 1, and the floor of this its cell: whole numbers
+// far below 2^53 divide without reaching the next one.
+template <class P, bool kTrilinear>
 __device__ __forceinline__ double position_of(const LocateArgs& args, int64_t point, int axis) {
   const double shift = axis == 0 ? args.shift[0] : axis == 1 ? args.shift[1] : args.shift[2];
   const double edge = axis == 0 ? args.edge[0] : axis == 1 ? args.edge[1] : args.edge[2];
-  const double at = to_double(static_cast<const P*>(args.points)[3 * point + axis]);
-  return __ddiv_rn(__dsub_rn(at, shift), edge);
+  const double stride = axis == 0 ? args.stride[0] : axis == 1 ? args.stride[1] : args.stride[2];
+  const double fine = grid_position(static_cast<const P*>(args.points) + 3 * point + axis, shift, edge);
+  return __ddiv_rn(kTrilinear ? fine : floor(fine), stride);
 }
 
 // The cell of a position. Far outside it is one that no set has, and safe to convert.
@@ -84,12 +82,12 @@ __global__ void __launch_bounds__(kThreads) locate(const LocateArgs args) {
 
   double position[3];
   if constexpr (kTrilinear) {
-    const double mine = position_of<P>(args, point, corner < 3 ? corner : 0);
+    const double mine = position_of<P, true>(args, point, corner < 3 ? corner : 0);
 #pragma unroll
     for (int a = 0; a < 3; ++a) position[a] = __shfl_sync(kWarp, mine, a, kLanes);
   } else {
 #pragma unroll
-    for (int a = 0; a < 3; ++a) position[a] = position_of<P>(args, point, a);
+    for (int a = 0; a < 3; ++a) position[a] = position_of<P, false>(args, point, a);
   }
   int64_t sample = 0;
   if (args.batch != nullptr) {
@@ -130,9 +128,9 @@ __global__ void __launch_bounds__(kThreads) locate(const LocateArgs args) {
     weight = __ddiv_rn(share, total > 0 ? total : 1.0);
   }
   if (!inside) return;
-  const bool counts = weight > 0;
-  args.rows[index] = counts ? row : -1;
-  static_cast<A*>(args.weights)[index] = counts ? static_cast<A>(weight) : A{0};
+  const A stored = static_cast<A>(weight);  // zero times an infinite feature is NaN: no row where it rounds to zero
+  args.rows[index] = stored > 0 ? row : -1;
+  static_cast<A*>(args.weights)[index] = stored > 0 ? stored : A{0};
 }
 
 __device__ __forceinline__ float plus_product(float sum, float weight, float value) {

@@ -9,6 +9,7 @@
 #include "../map/cells.cuh"
 #include "../map/grid.cuh"
 #include "../pool/rows.cuh"
+#include "positions.cuh"
 
 namespace voxmma {
 namespace {
@@ -21,10 +22,7 @@ constexpr int kMergeThreads = 128;
 
 template <class T>
 __device__ __forceinline__ int cell_of(const T* point, int axis, const PointArgs& args) {
-  Piece<T, 1> value;
-  value.load(point + axis);
-  const double position = value[0];
-  const double cell = floor((position - args.origin[axis]) / args.edge[axis]);
+  const double cell = floor(grid_position(point + axis, args.origin[axis], args.edge[axis]));
   return cell >= -kCoordBias && cell < kCoordBias ? static_cast<int>(cell) : INT_MIN;  // nan, too
 }
 

@@ -20,6 +20,12 @@ def tile_parts(
     Channels are per group, sm_count: multiprocessors of the device. ValueError: no such tile, a size below 1.
     """
 
+def build_runs_on(archs: str, tile_arch: int, major: int, minor: int) -> bool:
+    """Whether a build for `archs` ("8.0 9.0a") has code of a tile of `arch` 80 or 90 for a capability."""
+
+def shared_memory(device: int) -> int:
+    """Bytes of shared memory that a block may have on a CUDA device."""
+
 def index_coords(coords: Tensor, bounds: Sequence[int] = ()) -> tuple[Tensor, Tensor, list[int]]:
     """Order, bricks, and without `bounds` [bad row, duplicate row, its twin, smallest 4, largest 4]."""
 
@@ -49,6 +55,9 @@ def build_plan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
     """The tensors of a map, PlanStats, and the number of pairs, -1 where they are not read."""
 
+def wait_for_event(handle: int) -> None:
+    """Waits on the host for a `torch.cuda.Event.cuda_event`, also while a CUDA graph is captured."""
+
 def plan_to_table(plan: list[Tensor], n_out: int) -> Tensor: ...
 def cells_of_points(
     points: Tensor, batch: Tensor | None, origin: Sequence[float], edge: Sequence[float]
@@ -70,6 +79,7 @@ def locate_points(
     batch_size: int,
     shift: Sequence[float],
     edge: Sequence[float],
+    stride: Sequence[float],
     trilinear: bool,
     order: Tensor,
     bricks: Tensor,
@@ -141,6 +151,9 @@ def check_pool(
     n_out: int,
 ) -> None:
     """Raises what the CUDA op would; `name` is what the op calls the map."""
+
+def check_map(map: list[Tensor], kernel_volume: int, n_out: int) -> None:
+    """Raises what the CUDA op would."""
 
 def check_segments(x: Tensor, candidates: Tensor | None, rows: Tensor, starts: Tensor) -> None:
     """Raises what the CUDA op would."""

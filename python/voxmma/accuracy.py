@@ -481,13 +481,21 @@ def bound(
     return Bound(eta, floor, f"ceil(c/{length}) 2^-11 + ceil(n/c) 2^-24 + u_out")
 
 
+def largest_finite(t: Tensor) -> Tensor:
+    """The largest finite magnitude as a 0-d fp32 (of fp64: fp64) tensor; 0 where there is none."""
+    if t.numel() == 0:
+        return torch.zeros((), device=t.device)
+    found = t.detach().abs().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).amax()
+    return found if t.dtype == torch.float64 else found.float()
+
+
 def tf32_loss(n: int, a: Tensor, b: Tensor) -> float:
     """What a 3xTF32 cell of `n` products of these operands may lose: an absolute part for :class:`Bound`.
 
     TF32 has no bits below 2^-136, so that the second piece of a number near fp32's smallest vanishes: a
-    product of a and b is off by at most ``2^-136 (|a| + |b|)``. Waits for the device.
+    product of finite a and b is off by at most ``2^-136 (|a| + |b|)``. Waits for the device.
     """
-    return 2.0**-136 * n * sum(float(t.detach().abs().max()) for t in (a, b) if t.numel())
+    return 2.0**-136 * n * sum(float(largest_finite(t)) for t in (a, b))
 
 
 # ---- input families -----------------------------------------------------------------------------------

@@ -9,12 +9,17 @@ reason.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from voxmma.explain import Record
 from voxmma.tiles import DTYPE_NAMES, chunk_of
@@ -84,13 +89,18 @@ class audit(TorchDispatchMode):
         return True
 
     def __enter__(self) -> audit:
-        _active.append(self)
+        global _active
+        self._thread = threading.get_ident()
         super().__enter__()
+        with _lock:
+            _active = (*_active, self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        _active.remove(self)
+        global _active
+        with _lock:
+            _active = tuple(log for log in _active if log is not self)
+        leave(self, lambda: super(audit, self).__exit__(*exception))
         self._kept.clear()
         self._owners.clear()
         self._unclaimed.clear()
@@ -172,7 +182,17 @@ def _signed(launch: Launch, record: Record) -> Launch:
     )
 
 
-_active: list[audit] = []
+_active: tuple[audit, ...] = ()  # of all threads; replaced as a whole
+_lock = threading.Lock()
+
+
+def leave(mode: TorchDispatchMode, exit: Callable[[], object]) -> None:
+    """Leaves a dispatch mode of this thread by `exit`, which takes off the last one, whichever was last."""
+    stack = _get_current_dispatch_mode_stack()
+    above = [_pop_mode() for _ in stack[stack.index(mode) + 1 :]] if mode in stack else []
+    exit()
+    for other in reversed(above):
+        _push_mode(other)
 
 
 def listening() -> bool:

@@ -16,7 +16,9 @@ from torch.overrides import has_torch_function
 
 import voxmma
 from voxmma import _C, settings, tunecache
+from voxmma._cached import Made, keep
 from voxmma.audit import listening, notify
+from voxmma.coords import _KEPT
 from voxmma.explain import Record
 from voxmma.kernel_map import KernelMap, MapCore
 from voxmma.shadow import observe, observed
@@ -118,6 +120,8 @@ class Repeat:
     dtype: torch.dtype | None
     """that the features are converted to; None where they have it"""
     record: Record
+    made: Made
+    """the tensors of the map"""
 
     def holds(self) -> bool:
         """Whether the decision would be the same now."""
@@ -133,6 +137,7 @@ class Repeat:
     def run(self, x: Voxels, weight: Tensor, bias: Tensor | None) -> Voxels:
         """The call itself."""
         coords, feats = x._coord_set, x._feats
+        coords.use(self.made)
         if self.dtype is not None:
             feats = feats.to(self.dtype)
         if self.prepared is None or has_torch_function((feats, weight, bias)):
@@ -244,9 +249,14 @@ def convolve(
             evidence = gate.stamp()
         prepared = None if scaled else _C.PreparedConv(*operands)
         cast = None if feats.dtype == compute_dtype else compute_dtype
-        mapping.in_coords.calls[key] = Repeat(
-            core, runtime, environment, evidence, tuned, op, operands, prepared, cast, record
+        made = mapping.made
+        repeat = Repeat(
+            core, runtime, environment, evidence, tuned, op, operands, prepared, cast, record, made
         )
+        coords = mapping.in_coords
+        with coords._index.lock:
+            coords.calls.pop(key, None)
+            keep(coords.calls, key, repeat, _KEPT["calls"])
     notify(record)
     observe(x, weight, bias, mapping, y, record)
     return y, record

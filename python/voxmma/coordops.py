@@ -18,6 +18,7 @@ import torch
 from torch.utils.data._utils.collate import collate as _torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from voxmma._types import as_tensor, triple
 from voxmma.coords import (
     COORD_MAX,
     CoordSet,
@@ -29,11 +30,18 @@ from voxmma.coords import (
 )
 from voxmma.derive import DEFAULT_MAX_VOXELS, windows
 from voxmma.interpolate import Interpolate
-from voxmma.kernel_map import MAX_KERNEL, MAX_STRIDE, Geometry, _coord_set, _triple
-from voxmma.points import FEATURE_DTYPES, check_batch, grid_of, grid_positions, join_samples, quantize
+from voxmma.kernel_map import MAX_KERNEL, MAX_STRIDE, Geometry, _coord_set
+from voxmma.points import (
+    FEATURE_DTYPES,
+    check_batch,
+    grid_of,
+    grid_positions,
+    join_samples,
+    per_axis,
+    quantize,
+    tensors,
+)
 from voxmma.voxels import Voxels
-
-Triple = tuple[int, int, int]
 
 # ---- sets from sets ----------------------------------------------------------------------------------------
 
@@ -46,7 +54,7 @@ def downsample(coords: CoordSet | Voxels, stride: int | Sequence[int]) -> CoordS
     stride. TypeError or ValueError names the argument.
     """
     source = _coord_set(coords, "coords")
-    step = _triple(stride, "stride", 1, MAX_STRIDE)
+    step = triple(stride, "stride", 1, MAX_STRIDE)
     if max(step) <= MAX_KERNEL and source.num <= DEFAULT_MAX_VOXELS:  # a layer without overlap makes this set
         return windows(source, Geometry(step, step, (1, 1, 1), (0, 0, 0)))
     columns = zip(source.coords.unbind(1), (1, *step), strict=True)
@@ -83,7 +91,7 @@ def lookup(coords: CoordSet | Voxels, query: torch.Tensor) -> torch.Tensor:
     A query may hold anything, repeated rows, coordinates and samples out of range included; those are
     absent. No host synchronisation. TypeError or ValueError names what is wrong with `query`.
     """
-    source = _coord_set(coords, "coords")
+    source, query = _coord_set(coords, "coords"), as_tensor(query, "query")
     try:
         check_columns(query)
     except (TypeError, ValueError) as error:
@@ -115,6 +123,7 @@ def _from_keys(keys: torch.Tensor, batch_size: int) -> CoordSet:
 
 def prune(x: Voxels, mask: torch.Tensor) -> Voxels:
     """The voxels where `mask` (N,) bool is True, in their order. TypeError or ValueError names `mask`."""
+    mask = as_tensor(mask, "mask")
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
     if mask.shape != (x.num_voxels,) or mask.device != x.device:
@@ -131,7 +140,7 @@ def crop(x: Voxels, low: int | Sequence[int], high: int | Sequence[int]) -> Voxe
     `low`, `high`: one int or three, in the voxels' own grid; an empty box keeps nothing.
     """
     limit = 1 << 30
-    start, stop = (_triple(v, name, -limit, limit) for v, name in ((low, "low"), (high, "high")))
+    start, stop = (triple(v, name, -limit, limit) for v, name in ((low, "low"), (high, "high")))
     mask = torch.ones(x.num_voxels, dtype=torch.bool, device=x.device)
     for column, first, end in zip(x.coords[:, 1:].unbind(1), start, stop, strict=True):
         mask &= (column >= first) & (column < end)
@@ -190,12 +199,13 @@ def devoxelise(
     """(M, C) features at points, in the dtype of x. Differentiable with respect to the features of x.
 
     Voxel i of an axis covers [i, i + 1) * voxel_size * x.stride + origin; its feature sits at the centre.
-    'nearest' takes the voxel whose cell holds the point, 0 where there is none. 'trilinear' weighs the eight
-    voxels whose centres surround the point; those that do not exist count nothing and the weights of the
-    others are scaled to sum to 1, so a constant field stays constant up to its border; a point with no voxel
-    around it gets 0. Positions and weights are computed in fp64, sums in fp32 for half features, corner after
-    corner: CPU and GPU give the same bits. The gradient is the same in every run; a GPU rounds it once, in an
-    order of additions of its own.
+    'nearest' takes the voxel whose cell holds the point, 0 where there is none: the point's cell of
+    `Voxels.from_points`, divided by x.stride and rounded down as `downsample` does it. 'trilinear' weighs the
+    eight voxels whose centres surround the point; those that do not exist count nothing and the weights of
+    the others are scaled to sum to 1, so a constant field stays constant up to its border; a point with no
+    voxel around it gets 0. Positions and weights are computed in fp64, sums in fp32 for half features, corner
+    after corner: CPU and GPU give the same bits. The gradient is the same in every run; a GPU rounds it once,
+    in an order of additions of its own.
 
     Args:
         x: voxels.
@@ -209,6 +219,7 @@ def devoxelise(
     """
     if mode not in ("nearest", "trilinear"):
         raise ValueError(f"mode must be 'nearest' or 'trilinear', got {mode!r}")
+    points, batch_index = tensors(points, "points"), as_tensor(batch_index, "batch_index")
     nothing: torch.Tensor | list[torch.Tensor]
     if one := isinstance(points, torch.Tensor):
         nothing = points.new_zeros((len(points), 0), dtype=torch.float32)
@@ -218,18 +229,19 @@ def devoxelise(
     if points.device != x.device:
         raise ValueError(f"points is on {points.device}, x is on {x.device}")
     if x.num_voxels and points.dtype in FEATURE_DTYPES and kernels_take(x.feats):
-        located = _locate(x, points, batch, grid_of(voxel_size, origin, x.stride), mode == "trilinear")
+        located = _locate(x, points, batch, grid_of(voxel_size, origin), mode == "trilinear")
         if located is not None:  # else the lines below find out what is wrong
             return Interpolate.apply(x.feats, *located)
     if one:
         check_batch(batch, x.batch_size)
-    position = grid_positions(points, voxel_size, origin, x.stride)
+    position = grid_positions(points, voxel_size, origin)
     finite = position.isfinite().all(1)
     if not bool(finite.all()):
         row = int(torch.nonzero(~finite)[0])
         raise ValueError(f"points row {row} is not finite: {tuple(points[row].tolist())}")
-    if mode == "trilinear":
-        position = position - 0.5
+    size = per_axis(x.stride, points.device)
+    # The floor of a whole number far below 2^53 divided by another is that of the exact quotient.
+    position = position / size - 0.5 if mode == "trilinear" else position.floor() / size
     far = float(2 * COORD_MAX)  # absent, and safe to convert
     base = torch.floor(position).clamp(-far, far)
     corners = list(itertools.product((0, 1), repeat=3)) if mode == "trilinear" else [(0, 0, 0)]
@@ -253,8 +265,8 @@ def devoxelise(
     out = torch.zeros((len(points), feats.shape[1]), dtype=compute, device=x.device)
     for found, share in zip(rows, weights, strict=True):
         picked = _gather(feats, torch.where(found >= 0, found, other)).to(compute)
-        weight = (share / total).unsqueeze(1)
-        out = out + torch.where(weight > 0, picked * weight.to(compute), 0)
+        weight = (share / total).to(compute).unsqueeze(1)
+        out = out + torch.where(weight > 0, picked * weight, 0)
     return out.to(x.dtype)
 
 
@@ -272,7 +284,7 @@ def _locate(
 
     wide = x.dtype == torch.float64
     rows, weights, valid = _C.locate_points(
-        points, batch, x.batch_size, *grid, trilinear, *x.coord_set.hash_index(), wide
+        points, batch, x.batch_size, *grid, x.stride, trilinear, *x.coord_set.hash_index(), wide
     )
     return (rows, weights) if valid else None
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from voxmma._cached import Made, new_lock, refuse_capture
+from voxmma._types import as_tensor, integer
 
 if TYPE_CHECKING:
     from voxmma.call import Repeat
@@ -19,6 +24,7 @@ BATCH_MAX = 1022
 _BATCH_BIAS = 512  # keeps the packed key of batch 0..1022 inside a signed 64-bit integer, in order
 _SHIFTS = (3 * COORD_BITS, 2 * COORD_BITS, COORD_BITS, 0)
 _INT32 = torch.iinfo(torch.int32)
+_KEPT = {"maps": 64, "derived": 64, "calls": 512}  # most entries of a set's caches; the oldest leaves
 
 
 def pack(coords: torch.Tensor) -> torch.Tensor:
@@ -64,39 +70,62 @@ class HashIndex(NamedTuple):
 class _Index:
     """What is derived from the coordinates alone, when first asked for. Shared by `Finer.get()`'s sets."""
 
-    counts: torch.Tensor | None = None
-    ordered: tuple[torch.Tensor, torch.Tensor] | None = None
-    hashed: HashIndex | None = None
+    counts: Made | None = None
+    ordered: Made | None = None
+    hashed: Made | None = None
+    segments: Made | None = None
     bounds: Bounds | None = None
+    lock: AbstractContextManager[Any] = field(default_factory=new_lock)
 
 
 class Finer:
     """The finer set that a set was made from, and how: what a transposed layer goes back to.
 
-    Holds the finer set's coordinates, index and map tensors, not the object: the finer set's maps hold the
-    coarser set, and a cycle would keep GPU memory until Python's garbage collector runs. When nothing else
-    holds the finer set any more, `get()` makes one of the same rows.
+    Holds the finer set's coordinates, index and map tensors, not the object, which holds the sets made from
+    it: a cycle would keep GPU memory until Python's garbage collector runs. When nothing else holds the finer
+    set any more, `get()` makes one of the same rows.
+
+    `given`: the coarser set was not made from the finer one but given to a layer on it as `coords`.
     """
 
-    def __init__(self, fine: CoordSet, geometry: Geometry) -> None:
+    def __init__(
+        self, fine: CoordSet, geometry: Geometry, given: bool = False, ambiguous: bool = False
+    ) -> None:
         self.geometry = geometry
+        self.given = given
+        self.ambiguous = ambiguous
+        """whether a layer on yet another set that is alive was given the coarser set, too"""
         self.sides: dict[bool, Any] = {}
         """tensors of the map between the two, shared with its MapCore"""
         self._fine = weakref.ref(fine)
-        self._parts = (fine.coords, fine.batch_size, fine._index, fine.finer)
+        self._parts = (fine._made, fine.batch_size, fine._index, fine.finer)
 
     def get(self) -> CoordSet:
         """The finer set: the one it came from while that lives."""
         fine = self._fine()
         if fine is None:
-            coords, batch_size, index, finer = self._parts
-            fine = CoordSet.trusted(coords, batch_size)
-            fine._index, fine.finer = index, finer
-            self._fine = weakref.ref(fine)
+            made, batch_size, index, finer = self._parts
+            with index.lock:
+                fine = self._fine()
+                if fine is None:
+                    fine = CoordSet.__new__(CoordSet)
+                    fine._start(made, batch_size, index)
+                    fine.finer = finer
+                    self._fine = weakref.ref(fine)
         return fine
+
+    @property
+    def kind(self) -> tuple[Geometry, bool, bool]:
+        """What a copy of the link is made with, beside a copy of the finer set."""
+        return self.geometry, self.given, self.ambiguous
 
     def came_from(self, fine: CoordSet) -> bool:
         return self._fine() is fine
+
+    @property
+    def alive(self) -> bool:
+        """Whether somebody holds the finer set."""
+        return self._fine() is not None
 
 
 class CoordSet:
@@ -123,34 +152,34 @@ class CoordSet:
 
     __slots__ = (
         "__weakref__",
+        "_claim",
+        "_coords",
+        "_finer",
         "_index",
+        "_made",
         "_moved",
-        "_segments",
+        "_version",
         "batch_size",
         "calls",
-        "coords",
         "derived",
-        "finer",
         "maps",
     )
 
-    coords: torch.Tensor
-    """(N, 4) int32, contiguous"""
     batch_size: int
     maps: dict[tuple[Any, ...], MapCore]
-    """kernel maps built so far, by kernel shape; see voxmma.kernel_map"""
+    """kernel maps built last, by kernel shape; one to another set leaves with it. See voxmma.kernel_map"""
     calls: dict[tuple[Any, ...], Repeat]
-    """what was decided for layers that ran on this set; see voxmma.call"""
+    """what was decided last for layers that ran on this set; see voxmma.call"""
     derived: dict[tuple[Any, ...], CoordSet]
-    """output sets of strided and generative layers made so far; see voxmma.derive"""
-    finer: Finer | None
-    """where a strided layer made this set from"""
+    """output sets of strided and generative layers made last; see voxmma.derive"""
 
     def __init__(self, coords: torch.Tensor, batch_size: int | None = None) -> None:
+        coords = as_tensor(coords, "coords")
         check_columns(coords)
-        check_batch_size(batch_size)
+        batch_size = check_batch_size(batch_size)
+        refuse_capture("a coordinate set", coords.device)
         with torch.inference_mode(False), torch.no_grad():
-            self._start(narrow(coords), batch_size or 0)
+            self._start(_made(narrow(coords)), batch_size or 0)
             if coords.is_cuda:
                 bad, duplicate, twin, largest_batch = self._index_cuda()
             else:
@@ -164,16 +193,18 @@ class CoordSet:
             )
         self.batch_size = resolve_batch_size(batch_size, largest_batch, self.coords[:, 0], "coords")
 
-    def _start(self, coords: torch.Tensor, batch_size: int) -> None:
-        self.coords = coords
+    def _start(self, made: Made, batch_size: int, index: _Index | None = None) -> None:
+        self._made = made
+        self._coords = made.tensors[0]
+        self._version = made._version
         self.batch_size = batch_size
         self.maps = {}
         self.derived = {}
         self.calls = {}
-        self.finer = None
-        self._index = _Index()
-        self._segments: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # see voxmma.segments
-        self._moved: dict[torch.device, weakref.ref[CoordSet]] = {}
+        self._finer: Finer | None = None
+        self._claim: tuple[torch.Tensor, Finer] | None = None
+        self._index = _Index() if index is None else index
+        self._moved: dict[torch.device | str, weakref.ref[CoordSet]] = {}
 
     @classmethod
     def trusted(cls, coords: torch.Tensor, batch_size: int, bounds: Bounds | None = None) -> CoordSet:
@@ -182,7 +213,7 @@ class CoordSet:
         `bounds`, where they are known, save work when the set is indexed on a GPU.
         """
         made = cls.__new__(cls)
-        made._start(coords, batch_size)
+        made._start(_made(coords), batch_size)
         made._index.bounds = bounds
         return made
 
@@ -192,7 +223,7 @@ class CoordSet:
         from voxmma import _C
 
         order, bricks, (bad, duplicate, twin, *bounds) = _C.index_coords(self.coords)
-        self._index.hashed = HashIndex(order, bricks)
+        self._set_hashed(order, bricks)
         if self.num == 0:
             return bad, duplicate, twin, -1
         self._index.bounds = tuple(bounds)
@@ -219,25 +250,49 @@ class CoordSet:
         return -1, duplicate, twin, bounds[4]
 
     def sorted_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed keys (N,) int64 in ascending order, by (batch, x, y, z), and the row of each, (N,) int64."""
-        if self._index.ordered is None:
-            with torch.inference_mode(False), torch.no_grad():
-                keys, order = torch.sort(pack(self.coords), stable=True)
-                self._index.ordered = keys, order
-        return self._index.ordered
+        """Packed keys (N,) int64 in ascending order, by (batch, x, y, z), and the row of each, (N,) int64.
+
+        RuntimeError when they were written to.
+        """
+        keys, order = self._of_index("ordered", self._sort, _SORTED)
+        return keys, order
+
+    def _sort(self) -> tuple[torch.Tensor, ...]:
+        return torch.sort(pack(self.coords), stable=True)
+
+    def _of_index(
+        self, name: str, make: Callable[[], tuple[torch.Tensor, ...]], what: str
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors of a field of the index, made when there are none."""
+        made: Made | None = getattr(self._index, name)
+        if made is None:
+            if torch.compiler.is_compiling():  # a traced tensor is one of its graph
+                return make()
+            with self._index.lock, torch.inference_mode(False), torch.no_grad():
+                made = getattr(self._index, name)
+                if made is None:
+                    refuse_capture(what, self.device)
+                    made = Made(make(), what)
+                    setattr(self._index, name, made)
+        return made.get()
+
+    def _set_sorted(self, keys: torch.Tensor, order: torch.Tensor) -> None:
+        self._index.ordered = Made((keys, order), _SORTED)
 
     def hash_index(self) -> HashIndex:
-        """The GPU index; RuntimeError where this build has no CUDA kernels. Never waits for the GPU."""
-        if self._index.hashed is None:
-            from voxmma import _C
+        """The GPU index; RuntimeError where this build has no CUDA kernels, and when it was written to.
 
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-            ):  # not indexed at construction: known to be valid
-                order, bricks, _ = _C.index_coords(self.coords, self.bounds)
-                self._index.hashed = HashIndex(order, bricks)
-        return self._index.hashed
+        Never waits for the GPU.
+        """
+        return HashIndex(*self._of_index("hashed", self._hash, _HASHED))
+
+    def _hash(self) -> tuple[torch.Tensor, ...]:
+        from voxmma import _C
+
+        return _C.index_coords(self.coords, self.bounds)[:2]  # not indexed at construction: known to be valid
+
+    def _set_hashed(self, order: torch.Tensor, bricks: torch.Tensor) -> None:
+        self._index.hashed = Made((order, bricks), _HASHED)
 
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
         """Rows (M,) int64 of any (M, 4) integers on the same device, -1 where the set has none.
@@ -256,23 +311,84 @@ class CoordSet:
     # ---- facts ---------------------------------------------------------------------------------------------
 
     @property
+    def coords(self) -> torch.Tensor:
+        """(N, 4) int32, contiguous; to be read only. RuntimeError once torch has written into it or a view.
+
+        (Writes through .data, numpy or DLPack go unseen. The maps and sets made before are then wrong.)
+        """
+        return self._made.get()[0]
+
+    def use(self, made: Made) -> None:
+        """What a repeated call does before it reads the map tensors `made`, at little cost."""
+        if self._coords._version != self._version:
+            self._made.check()
+        made.use()
+
+    @property
+    def finer(self) -> Finer | None:
+        """Where a strided layer made this set from, or was told to put its outputs for lack of such."""
+        if self._claim is not None:
+            self._prove()
+        return self._finer
+
+    @finer.setter
+    def finer(self, link: Finer | None) -> None:
+        self._finer = link
+
+    @torch.compiler.disable
+    def _prove(self) -> None:
+        """Takes over the link of the coordinates that these were copied from, where they are the same."""
+        with self._index.lock:
+            if self._claim is None:
+                return
+            coords, link = self._claim
+            refuse_capture("the comparison of copied coordinates with their original", self.device)
+            if coords.shape == self._coords.shape and torch.equal(coords.to(self.device), self.coords):
+                fine = link.get()
+                self._finer = Finer(fine.to(self.device), *link.kind)
+            self._claim = None
+
+    def remember(self, fine: CoordSet, geometry: Geometry) -> None:
+        """Links this set, which a strided layer on `fine` was given as `coords`, to `fine`.
+
+        A set that was made by a strided layer stays linked to what it was made from; one that is linked to
+        another set that is alive is ambiguous from now on (`finer_set` refuses it).
+        """
+        link = self.finer
+        if link is None or (link.given and not link.came_from(fine)):
+            self._relink(fine, geometry)
+
+    @torch.compiler.disable
+    def _relink(self, fine: CoordSet, geometry: Geometry) -> None:
+        made = Finer(fine, geometry, given=True)
+        with self._index.lock:
+            link = self._finer
+            if link is not None and (not link.given or link.came_from(fine)):
+                return
+            if link is not None and link.alive:
+                link.ambiguous = True
+            else:
+                self._finer = made
+
+    @property
     def num(self) -> int:
         """Number of voxels N."""
-        return self.coords.shape[0]
+        return self._coords.shape[0]
 
     @property
     def device(self) -> torch.device:
-        return self.coords.device
+        return self._coords.device
 
     @property
     def counts(self) -> torch.Tensor:
-        """(batch_size,) int64 voxels of each sample on the set's device, zeros for empty samples."""
-        if self._index.counts is None:
-            with torch.inference_mode(False), torch.no_grad():
-                batch = self.coords[:, 0].long()
-                zeros = torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
-                self._index.counts = zeros.index_add_(0, batch, torch.ones_like(batch))
-        return self._index.counts
+        """(batch_size,) int64 voxels of each sample on the set's device, zeros for empty samples; to be read
+        only. RuntimeError once it was written to."""
+        return self._of_index("counts", self._count, _COUNTS)[0]
+
+    def _count(self) -> tuple[torch.Tensor, ...]:
+        batch = self.coords[:, 0].long()
+        zeros = torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
+        return (zeros.index_add_(0, batch, torch.ones_like(batch)),)
 
     @property
     def bounds(self) -> Bounds:
@@ -288,7 +404,7 @@ class CoordSet:
         same_place = (
             self.device == other.device and self.batch_size == other.batch_size and self.num == other.num
         )
-        return same_place and torch.equal(self.coords, other.coords)
+        return same_place and (self._coords is other._coords or torch.equal(self.coords, other.coords))
 
     def __repr__(self) -> str:
         facts = f"num={self.num}, batch_size={self.batch_size}, device='{self.device}', maps={len(self.maps)}"
@@ -297,27 +413,67 @@ class CoordSet:
     # ---- copies --------------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> CoordSet:
-        """The same coordinates on `device`; itself when they are there, and the same copy while one lives."""
+        """The same coordinates on `device`; itself when they are there, and the same copy while one lives.
+
+        `non_blocking` counts on the way to a GPU only: the host reads a set's coordinates unasked.
+        """
         target = torch.empty(0, device=device).device  # resolves 'cuda' to the current device
         if target == self.device:
             return self
-        reference = self._moved.get(target)
-        copy = reference() if reference is not None else None
-        if copy is None:
+        later = non_blocking and target.type != "cpu"
+        return self._copied(
+            target, lambda t: t.to(target, non_blocking=later), lambda fine: fine.to(target, non_blocking)
+        )
+
+    def pin_memory(self) -> CoordSet:
+        """A page-locked copy, the same while it lives; itself when it is page-locked."""
+        if self._coords.is_pinned():
+            return self
+        return self._copied("pinned", torch.Tensor.pin_memory, CoordSet.pin_memory)
+
+    def _copied(
+        self,
+        place: torch.device | str,
+        copy: Callable[[torch.Tensor], torch.Tensor],
+        again: Callable[[CoordSet], CoordSet],
+    ) -> CoordSet:
+        """The copy at `place`, which remembers a copy of the finer set."""
+        with self._index.lock:
+            reference = self._moved.get(place)
+            made = reference() if reference is not None else None
+            if made is not None:
+                return made
+            target = place if isinstance(place, torch.device) else self.device
+            refuse_capture("a copy of a coordinate set", target)
             with torch.inference_mode(False), torch.no_grad():
-                coords = self.coords.to(target, non_blocking=non_blocking)
-                copy = CoordSet.trusted(coords, self.batch_size, self._index.bounds)
-            if self.finer is not None:
-                copy.finer = Finer(self.finer.get().to(target, non_blocking), self.finer.geometry)
-            self._moved[target] = weakref.ref(copy)
-            copy._moved[self.device] = weakref.ref(self)
-        return copy
+                made = CoordSet.trusted(copy(self.coords), self.batch_size, self._index.bounds)
+            link = self.finer
+            if link is not None:
+                made.finer = Finer(again(link.get()), *link.kind)
+            self._moved[place] = weakref.ref(made)
+            if isinstance(place, torch.device):
+                made._moved[self.device] = weakref.ref(self)
+            return made
+
+    def same_as(self, coords: torch.Tensor) -> CoordSet:
+        """A set of `coords`, which a tree_map made of this one's: it is the same set where nothing was done.
+
+        It remembers the finer set if the coordinates turn out to be equal once that is asked for.
+        """
+        if coords is self._coords:
+            return self
+        made = CoordSet.trusted(coords, self.batch_size)
+        if self._claim is not None:
+            made._claim = self._claim
+        elif self._finer is not None:
+            made._claim = self._coords, self._finer
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.finer is None:
             return CoordSet.trusted, (self.coords, self.batch_size, self._index.bounds)
         link = self.finer
-        return _restore, (self.coords, self.batch_size, link.get(), link.geometry, self._index.bounds)
+        return _restore, (self.coords, self.batch_size, self._index.bounds, link.get(), *link.kind)
 
     def __copy__(self) -> CoordSet:
         return self
@@ -327,12 +483,25 @@ class CoordSet:
 
 
 def _restore(
-    coords: torch.Tensor, batch_size: int, fine: CoordSet, geometry: Geometry, bounds: Bounds | None = None
+    coords: torch.Tensor, batch_size: int, bounds: Bounds | None, fine: CoordSet, *kind: Any
 ) -> CoordSet:
-    """Unpickles a set that a strided layer made."""
+    """Unpickles a set that is linked to a finer one."""
     made = CoordSet.trusted(coords, batch_size, bounds)
-    made.finer = Finer(fine, geometry)
+    made.finer = Finer(fine, *kind)
     return made
+
+
+_SORTED = "the sorted keys of a coordinate set"
+_HASHED = "the index tensors of a coordinate set"
+_COUNTS = "the voxel counts of a coordinate set"
+
+
+def _made(coords: torch.Tensor) -> Made:
+    """Coordinates as a set keeps them: tensors whose writes are counted, and which a backward can keep."""
+    if not torch.compiler.is_compiling() and isinstance(coords, torch.Tensor) and coords.is_inference():
+        with torch.inference_mode(False):
+            coords = coords.clone()
+    return Made((coords,), "the coordinates of a coordinate set")
 
 
 def kernels_take(tensor: torch.Tensor) -> bool:
@@ -363,14 +532,16 @@ def check_columns(coords: torch.Tensor) -> None:
         raise ValueError(f"coords must be on a CPU or a CUDA device, got {coords.device}")
 
 
-def check_batch_size(batch_size: int | None) -> None:
-    """Raises TypeError or ValueError unless `batch_size` is None or in 0..1023."""
+def check_batch_size(batch_size: int | None) -> int | None:
+    """`batch_size` as an int; TypeError or ValueError unless it is None or in 0..1023."""
     if batch_size is None:
-        return
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+        return None
+    made = integer(batch_size)
+    if made is None:
         raise TypeError(f"batch_size must be an int or None, got {type(batch_size).__name__}")
-    if not 0 <= batch_size <= BATCH_MAX + 1:
+    if not 0 <= made <= BATCH_MAX + 1:
         raise ValueError(f"batch_size must be in 0..{BATCH_MAX + 1}, got {batch_size}")
+    return made
 
 
 def resolve_batch_size(batch_size: int | None, largest: int, batch: torch.Tensor, name: str) -> int:

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from voxmma._cached import keep, refuse_capture
+from voxmma._types import positive
 from voxmma.coords import (
+    _KEPT,
     COORD_MAX,
     COORD_MIN,
     Bounds,
     CoordSet,
     Finer,
-    HashIndex,
     pack_axis,
     pack_batch,
     unpack,
@@ -66,18 +68,29 @@ def children(coarse: CoordSet, geometry: Geometry, max_voxels: int | None = None
 def _cached(source: CoordSet, geometry: Geometry, to_children: bool, max_voxels: int | None) -> CoordSet:
     limit = check_max_voxels(max_voxels)
     key = (geometry, to_children)
+    _ = source.coords  # still what the cached sets were made of?
     made = source.derived.get(key)
-    if made is None:
-        if source.device.type == "cuda":
-            made = _make_cuda(source, geometry, to_children, limit)
-        else:
-            with torch.inference_mode(False), torch.no_grad():
-                made = _make_cpu(source, geometry, to_children, limit)
-        if not to_children and geometry.stride != (1, 1, 1):
-            made.finer = Finer(source, geometry)
-        made = source.derived.setdefault(key, made)
-    elif made.num > limit:
+    if made is None or made._made.written:
+        with source._index.lock:
+            made = source.derived.get(key)
+            if made is None or made._made.written:
+                source.derived.pop(key, None)  # somebody wrote into its coordinates
+                made = _make(source, geometry, to_children, limit)
+                keep(source.derived, key, made, _KEPT["derived"])
+    if made.num > limit:
         raise _too_many(made.num, limit, source.num)
+    return made
+
+
+def _make(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
+    if source.device.type == "cuda":
+        refuse_capture(f"the output coordinates of a layer ({_kernel(geometry)})", source.device)
+        made = _make_cuda(source, geometry, to_children, limit)
+    else:
+        with torch.inference_mode(False), torch.no_grad():
+            made = _make_cpu(source, geometry, to_children, limit)
+    if not to_children and geometry.stride != (1, 1, 1):
+        made.finer = Finer(source, geometry)
     return made
 
 
@@ -85,9 +98,7 @@ def check_max_voxels(max_voxels: int | None) -> int:
     """The bound that `max_voxels` means; ValueError unless it is None or a positive int."""
     if max_voxels is None:
         return DEFAULT_MAX_VOXELS
-    if isinstance(max_voxels, bool) or not isinstance(max_voxels, int) or max_voxels < 1:
-        raise ValueError(f"max_voxels must be a positive int or None, got {max_voxels!r}")
-    return max_voxels
+    return positive(max_voxels, "max_voxels")
 
 
 def _too_many(count: int, limit: int, source: int) -> ValueError:
@@ -98,10 +109,12 @@ def _too_many(count: int, limit: int, source: int) -> ValueError:
 
 
 def _outside(geometry: Geometry) -> ValueError:
-    return ValueError(
-        f"the layer (kernel_size {geometry.kernel_size}, stride {geometry.stride}, dilation "
-        f"{geometry.dilation}, padding {geometry.padding}) makes voxels outside {COORD_MIN}..{COORD_MAX}"
-    )
+    return ValueError(f"the layer ({_kernel(geometry)}) makes voxels outside {COORD_MIN}..{COORD_MAX}")
+
+
+def _kernel(geometry: Geometry) -> str:
+    size, stride, dilation, padding = geometry
+    return f"kernel_size {size}, stride {stride}, dilation {dilation}, padding {padding}"
 
 
 def _make_cuda(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
@@ -117,7 +130,7 @@ def _make_cuda(source: CoordSet, geometry: Geometry, to_children: bool, limit: i
     if count > limit:
         raise _too_many(count, limit, source.num)
     made = CoordSet.trusted(coords, source.batch_size, bounds)
-    made._index.hashed = HashIndex(order, bricks)
+    made._set_hashed(order, bricks)
     return made
 
 
@@ -125,7 +138,7 @@ def _make_cpu(source: CoordSet, geometry: Geometry, to_children: bool, limit: in
     keys = _expand(source, geometry, to_children, limit)
     bounds = reach(source.bounds, geometry, to_children)
     made = CoordSet.trusted(unpack(keys), source.batch_size, bounds)
-    made._index.ordered = keys, torch.arange(len(keys))
+    made._set_sorted(keys, torch.arange(len(keys)))
     return made
 
 

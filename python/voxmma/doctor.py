@@ -20,7 +20,7 @@ from rich.text import Text
 import voxmma
 from voxmma import _C, accuracy, settings
 from voxmma.kernel_map import kernel_map
-from voxmma.tiles import compiled
+from voxmma.tiles import card, compiled
 
 #: What setup.py reads.
 BUILD_VARIABLES = {
@@ -80,9 +80,9 @@ def usable_devices() -> list[torch.device]:
     """The CPU, and the first GPU if this build has kernels that run on it."""
     found = [torch.device("cpu")]
     if _C.HAS_CUDA and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(0)
-        if any(tile.runs_on(capability) for tile in compiled()):
-            found.append(torch.device("cuda", 0))
+        device = torch.device("cuda", 0)
+        if any(tile.runs_on(card(device)) for tile in compiled()):
+            found.append(device)
     return found
 
 
@@ -124,9 +124,15 @@ def _check_gpus() -> list[Check]:
         if not _C.HAS_CUDA:
             checks.append(Check(f"GPU {index}", "missing", name, "this build has no GPU code: see kernels"))
             continue
-        running = [tile for tile in compiled() if tile.runs_on(capability)]
+        try:
+            here = card(torch.device("cuda", index))
+        except ValueError as error:
+            checks.append(Check(f"GPU {index}", "fail", name, str(error)))
+            continue
+        running = [tile for tile in compiled() if tile.runs_on(here)]
         if running:
-            checks.append(Check(f"GPU {index}", "ok", f"{name}: {len(running)} kernels run on it"))
+            found = f"{name}: {len(running)} kernels run on it{here.limited}"
+            checks.append(Check(f"GPU {index}", "ok", found))
         else:
             wanted = f"{capability[0]}.{capability[1]}"
             advice = f'rebuild with TORCH_CUDA_ARCH_LIST="{wanted}"; sm_80 or newer is needed'
@@ -228,6 +234,8 @@ def _check_convolution(device: torch.device) -> Check:
 
 def run() -> list[Check]:
     """Every check, cheapest first."""
+    gpus = _check_gpus()
+    devices = usable_devices() if usable(gpus) else [torch.device("cpu")]
     torch_build = (
         f"{torch.__version__}, CUDA {torch.version.cuda}" if torch.version.cuda else torch.__version__
     )
@@ -237,12 +245,12 @@ def run() -> list[Check]:
         Check("torch", "ok", torch_build),
         Check("CPU", "ok", f"{cpu_name()}, {torch.get_num_threads()} threads"),
         _check_build(),
-        *_check_gpus(),
+        *gpus,
         _check_compiler(),
         _check_cutlass(),
         _check_variables(),
         _check_settings(),
-        *(_check_convolution(device) for device in usable_devices()),
+        *(_check_convolution(device) for device in devices),
     ]
 
 

@@ -7,9 +7,9 @@ computes the same whatever the process around it is set to, and two with differe
 `load` touches no process-wide state; it runs the stored example and compares it with the stored float64
 result. Beside the graph an artefact may hold machine code that AOTInductor made of it (`voxmma.aot`).
 
-Where a CUDA product's frozen precision is not the process's, the operator holds PyTorch's switches for the
-length of its launch, under a lock, and puts them back. On a CPU, which has no TF32, the operands are rounded
-as TF32 rounds them.
+Where a product's frozen precision is not the process's, the operator holds PyTorch's switches for the length
+of its launch (`torchflags.pinned`) and puts them back. On a CPU, which has no TF32, the operands are rounded
+as TF32 rounds them. Autocast and policies around a call, or around `compile_model`, stay outside.
 
 The graph takes and returns plain tensors; `Voxels` become features, coordinates and kernel maps
 (`voxmma.mapped`), which are made for each input outside of it.
@@ -18,7 +18,6 @@ The graph takes and returns plain tensors; `Voxels` become features, coordinates
 from __future__ import annotations
 
 import base64
-import contextlib
 import copy
 import hashlib
 import importlib.util
@@ -27,7 +26,6 @@ import json
 import logging
 import math
 import re
-import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +58,7 @@ from voxmma.policy import (
     as_policy,
     is_sparse_conv,
     kind_of,
+    refuse_narrow_state,
     set_sparse_layer,
 )
 from voxmma.tiles import plan_call
@@ -71,7 +70,6 @@ _LOG = logging.getLogger("voxmma.export")
 _FORMAT = 2
 _EXTRA = ("voxmma.json", "voxmma.check")
 _PACKAGE = "voxmma/aot.pt2"  # in the archive, beside what torch.export writes
-_LOCK = threading.RLock()
 
 
 class ArtefactError(RuntimeError):
@@ -87,64 +85,33 @@ def round_tf32(x: Tensor) -> Tensor:
     return torch.where(torch.isfinite(x), rounded, x)
 
 
-@contextlib.contextmanager
-def _held(fp32_precision: str) -> Iterator[None]:
-    """PyTorch's TF32 switches as frozen, for one launch."""
-    if all(torchflags.effective_fp32_precision(op) == fp32_precision for op in ("matmul", "conv")):
-        yield
-        return
-    with _LOCK:
-        before = torchflags.snapshot()
-        torchflags.set_tf32(fp32_precision == "tf32")
-        try:
-            yield
-        finally:
-            torchflags.restore(before, parts=("tree", "legacy"))
+#: Sums of 16-bit products in float32; for the choice of algorithms PyTorch's defaults, and none by time.
+_FROZEN_FLAGS = {
+    **dict.fromkeys(torchflags.SHORT_SUMS, False),
+    "cudnn.enabled": True,
+    "cudnn.benchmark": False,
+    "sdp.flash": True,
+    "sdp.mem_efficient": True,
+    "sdp.math": True,
+    "sdp.cudnn": True,
+    "mkldnn.enabled": True,
+}
+_FROZEN_CONVOLUTION = {**_FROZEN_FLAGS, "cudnn.deterministic": True}
 
 
-#: What cuBLAS may do to the sums of 16-bit products, and PyTorch's attention on top of it.
-_SHORT_SUMS = (
-    "cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "cuda.matmul.allow_fp16_accumulation",
-    "sdp.math_allow_fp16_bf16_reduction",
-)
-
-
-@contextlib.contextmanager
-def _float32_sums() -> Iterator[None]:
-    """Sums of 16-bit products in float32, whatever the process allows, for one launch."""
-    changed = []
-    for name in _SHORT_SUMS:
-        value = torchflags.get_flag(name)
-        wanted = [False, *value[1:]] if isinstance(value, list) else False
-        if value not in (None, wanted):
-            changed.append((name, value, wanted))
-    if not changed:
-        yield
-        return
-    with _LOCK:
-        try:
-            for name, _, wanted in changed:
-                torchflags.set_flag(name, wanted)
-            yield
-        finally:
-            for name, value, _ in changed:
-                torchflags.set_flag(name, value)
-
-
-def _frozen(call: Callable[..., Tensor], fp32_precision: str, *operands: Tensor) -> Tensor:
-    """``call`` on the operands in the frozen precision."""
+def _frozen(
+    call: Callable[..., Tensor],
+    fp32_precision: str,
+    *operands: Tensor,
+    flags: Mapping[str, bool] = _FROZEN_FLAGS,
+) -> Tensor:
+    """``call`` on the operands in the frozen precision, whatever the process is set to."""
     if fp32_precision not in ("ieee", "tf32"):
         raise ValueError(f"fp32_precision is 'ieee' or 'tf32', not {fp32_precision!r}")
-    if any(t.dtype != torch.float32 for t in operands):
-        if operands[0].device.type != "cuda":
-            return call(*operands)
-        with _float32_sums():
-            return call(*operands)
-    if operands[0].device.type != "cuda":
-        return call(*map(round_tf32, operands)) if fp32_precision == "tf32" else call(*operands)
-    with _held(fp32_precision):
+    device_type = operands[0].device.type
+    if device_type != "cuda" and fp32_precision == "tf32":
+        operands = tuple(round_tf32(t) if t.dtype == torch.float32 else t for t in operands)
+    with torchflags.pinned(fp32_precision, device_type, flags):
         return call(*operands)
 
 
@@ -185,7 +152,11 @@ def frozen_convolution(
 ) -> Tensor:
     """torch.convolution: x (N, C_in, ...), weight as torch.nn.ConvNd or ConvTransposeNd stores it."""
     rest = (list(stride), list(padding), list(dilation), transposed, list(output_padding), groups)
-    return _frozen(lambda a, b: torch.convolution(a, b, bias, *rest), fp32_precision, x, weight)
+
+    def call(a: Tensor, b: Tensor) -> Tensor:
+        return torch.convolution(a, b, bias, *rest)
+
+    return _frozen(call, fp32_precision, x, weight, flags=_FROZEN_CONVOLUTION)
 
 
 @frozen_convolution.register_fake
@@ -496,7 +467,7 @@ class Artefact:
         return tree_map(reunite, tree_unflatten(outputs, self._outputs), is_leaf=_is_voxels)
 
     def _flat(self, *tensors: Any) -> list[Any]:
-        with torch.no_grad():
+        with torch.no_grad(), torchflags.undisturbed():
             return list(self._run(*tensors))
 
     def check(self) -> Check:
@@ -678,6 +649,7 @@ def _double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
+@torchflags.undisturbed()
 def compile_model(
     module: nn.Module,
     inputs: tuple[Any, ...],
@@ -701,11 +673,12 @@ def compile_model(
     policy = as_policy(policy)
     torchflags.refuse_fp64(module, f"policy {policy}")
     module = copy.deepcopy(module).eval().requires_grad_(False)
-    for layer in module.modules():
+    for name, layer in module.named_modules():
+        refuse_narrow_state(name, layer, policy)
         if is_sparse_conv(layer):  # traced in float32 like the rest; the graph pass puts the policy on them
             set_sparse_layer(layer, PrecisionPolicy.always_f32)
     precision = "tf32" if policy.tf32 else "ieee"
-    before = torchflags.snapshot()
+    hold = torchflags.Hold()
     try:
         with torch.no_grad(), settings.override(fp32_precision=precision, fp16_accum=None):
             inputs = with_maps(module, inputs)
@@ -722,7 +695,7 @@ def compile_model(
                 _rel_l2(_floats(_Perturbed(new, seed, 1.0).run(*double)), exact) for seed in range(1, 4)
             )
     finally:
-        torchflags.restore(before, parts=("tree", "legacy"))
+        hold.release()
     metadata = {
         "format": _FORMAT,
         "policy": policy.to_json(),
@@ -774,6 +747,18 @@ def _with_package(artefact: Artefact, wanted: bool | None) -> Artefact:
     return Artefact(program, {**artefact.metadata, "aot": {"missing": reason}}, example, reason=reason)
 
 
+def _refuse_damage(path: str | Path) -> None:
+    """Raises ArtefactError for a file that is no whole archive: cut, or with other bytes than written."""
+    with open(path, "rb") as file:  # OSError for a file that cannot be read at all
+        try:
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()
+        except Exception as error:
+            raise ArtefactError(f"{path} is no artefact, or was cut: {error}") from None
+    if damaged is not None:
+        raise ArtefactError(f"{path} is damaged: {damaged}")
+
+
 def load(path: str | Path, check: bool = True, engine: str | None = None) -> Artefact:
     """Reads an artefact. Touches no process-wide state.
 
@@ -783,13 +768,18 @@ def load(path: str | Path, check: bool = True, engine: str | None = None) -> Art
         engine: 'export' for the graph; 'aot' for the compiled package, an error where there is none that fits
             this machine; None: the package where there is one, else the graph, and the log says why.
 
-    Raises ArtefactError for a file that is no artefact of this format, whose weights are not those that were
-    frozen, or whose numbers are off on this machine.
+    Raises OSError for a file that cannot be read, ArtefactError for one that is no artefact of this format or
+    was cut, whose weights are not those that were frozen, or whose numbers are off on this machine.
     """
     if engine not in (None, "export", "aot"):
         raise ValueError(f"engine is 'export', 'aot' or None, not {engine!r}")
+    _refuse_damage(path)
     extra = dict.fromkeys(_EXTRA, "")
-    program = torch.export.load(str(path), extra_files=extra)
+    try:
+        program = torch.export.load(str(path), extra_files=extra)
+    except Exception as error:  # a whole archive, but of something else
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise ArtefactError(f"{path} is no artefact: {type(error).__name__}: {first}") from None
     if not all(extra.values()):
         raise ArtefactError(f"{path} was not written by voxmma compile")
     metadata = json.loads(extra[_EXTRA[0]])

@@ -34,7 +34,7 @@ from voxmma import _C, settings, sweep
 from voxmma.accuracy import FAMILIES, Bound, Errors
 from voxmma.overflow import Certificate, certificate
 from voxmma.sweep import Mode, Site
-from voxmma.tiles import Tile, accumulator_label, compiled, parse_accumulator
+from voxmma.tiles import Tile, accumulator_label, card, compiled, parse_accumulator
 from voxmma.timing import Clock
 from voxmma.tunecache import driver_version
 from voxmma.voxels import Voxels
@@ -401,8 +401,8 @@ def candidates(device: torch.device) -> list[Tile | None]:
     """The tiles that `run` judges; None stands for the CPU path."""
     if device.type != "cuda":
         return [None]
-    capability = torch.cuda.get_device_capability(device)
-    return [t for t in compiled() if t.op == "fprop" and t.accum.startswith("fp16") and t.runs_on(capability)]
+    here = card(device)
+    return [t for t in compiled() if t.op == "fprop" and t.accum.startswith("fp16") and t.runs_on(here)]
 
 
 def describe(device: torch.device, verdicts: list[Verdict]) -> dict[str, Any]:

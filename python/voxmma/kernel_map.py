@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from voxmma.coords import COORD_MAX, COORD_MIN, CoordSet, pack_axis, pack_batch
+from voxmma._cached import Made, keep, new_lock, refuse_capture
+from voxmma._types import Triple, triple
+from voxmma.coords import _KEPT, COORD_MAX, COORD_MIN, CoordSet, pack_axis, pack_batch
 from voxmma.derive import children, windows
 
 if TYPE_CHECKING:
     from voxmma.voxels import Voxels
-
-Triple = tuple[int, int, int]
 
 MAX_KERNEL = 9
 MAX_STRIDE = 4096
@@ -64,33 +66,47 @@ class Direction:
         self, tensors: list[torch.Tensor], num_pairs: int | None, stats: torch.Tensor | None = None
     ) -> None:
         self.tensors = tensors
-        self.counts: torch.Tensor | None = None
+        self.made = Made(tensors if stats is None else [*tensors, stats], "the tensors of a kernel map")
+        self.counts: Made | None = None
         """KernelMap.counts, once asked for"""
         self._num_pairs = num_pairs
         self._stats = stats
+        self._lock = new_lock()
 
     @property
     def num_pairs(self) -> int:
         """Waits for the GPU, once, where they have not been read."""
         if self._num_pairs is None:
-            assert self._stats is not None
-            units, passes, self._num_pairs = self._stats.tolist()
-            order, schedule, pass_list, frag, uniq, local = self.tensors
-            self.tensors = [order, schedule, pass_list[:passes], frag[:passes], uniq[: 4 * units], local]
-            self._stats = None
+            with self._lock:
+                if self._num_pairs is None:
+                    self._num_pairs = self._settle()
         return self._num_pairs
+
+    def _settle(self) -> int:
+        assert self._stats is not None
+        refuse_capture("the number of pairs of a kernel map", self._stats.device)
+        self.made.use()
+        units, passes, pairs = self._stats.tolist()
+        order, schedule, pass_list, frag, uniq, *rest = self.tensors
+        self.tensors = [order, schedule, pass_list[:passes], frag[:passes], uniq[: 4 * units], *rest]
+        return pairs
 
     def settled(self) -> list[torch.Tensor]:
         """The tensors without unused room. Waits like `num_pairs`."""
         _ = self.num_pairs
+        self.made.get()
         return self.tensors
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Direction, (self.settled(), self.num_pairs)
 
 
+#: Sets that maps lead to from now on, while somebody wants them to live.
+held_sets: ContextVar[list[CoordSet] | None] = ContextVar("held_sets", default=None)
+
+
 class MapCore:
-    """Both directions of a map, cached on one of its two sets and not referring to it: no reference cycle.
+    """Both directions of a map, cached on one of its two sets and holding none of them: it goes with either.
 
     `other` is the set it is not cached on (None: one and the same), `flipped` says that it is cached on the
     output set of its geometry: the finer set was made out of the coarser one.
@@ -98,17 +114,39 @@ class MapCore:
 
     def __init__(self, geometry: Geometry, other: CoordSet | None, flipped: bool = False) -> None:
         self.geometry = geometry
-        self.other = other
+        self.key = cache_key(geometry, other, flipped)
+        """cache key on the owning set: unique while both sets live"""
+        self._other = None if other is None else weakref.ref(other)
         self.flipped = flipped
         self.symmetric = other is None and geometry.stride == (1, 1, 1) and geometry.mirrored
         self.sides: dict[bool, Direction] = {}
         """what has been built, by KernelMap.reverse"""
         self.freed = False
+        self.lock = new_lock()
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """Cache key on the owning set. The core holds the other set, so its id stays its own."""
-        return cache_key(self.geometry, self.other, self.flipped)
+    def other(self) -> CoordSet | None:
+        return None if self._other is None else self._other()
+
+    def cached(self, owner: CoordSet) -> MapCore:
+        """The core in the cache of `owner` under this one's key, which is this one where there was none."""
+        with owner._index.lock:
+            core = keep(owner.maps, self.key, self, _KEPT["maps"])
+            other = self.other
+            if core is self and other is not None:
+                held = held_sets.get()
+                if held is not None:
+                    held.append(other)
+                self._other = weakref.ref(other, functools.partial(_forget, weakref.ref(owner), self.key))
+        return core
+
+
+def _forget(owner: weakref.ref[CoordSet], key: tuple[Any, ...], other: weakref.ref[CoordSet]) -> None:
+    """Uncaches the map between an owner and a set that is gone."""
+    holder = owner()
+    core = None if holder is None else holder.maps.get(key)
+    if holder is not None and core is not None and core._other is other:
+        holder.maps.pop(key, None)
 
 
 def cache_key(geometry: Geometry, other: CoordSet | None, flipped: bool = False) -> tuple[Any, ...]:
@@ -127,13 +165,18 @@ def core_between(fine: CoordSet, coarse: CoordSet, geometry: Geometry, flipped: 
     core = owner.maps.get(cache_key(geometry, None if owner is other else other, flipped))
     if core is None and owner is not other:
         core = other.maps.get(cache_key(geometry, owner, not flipped))
-    if core is None:
-        core = MapCore(geometry, None if owner is other else other, flipped)
-        link = coarse.finer
-        if link is not None and link.geometry == geometry and link.came_from(fine):
-            core.sides = link.sides
-        core = owner.maps.setdefault(core.key, core)
-    return core
+    return _new_core(owner, other, fine, coarse, geometry, flipped) if core is None else core
+
+
+@torch.compiler.disable
+def _new_core(
+    owner: CoordSet, other: CoordSet, fine: CoordSet, coarse: CoordSet, geometry: Geometry, flipped: bool
+) -> MapCore:
+    core = MapCore(geometry, None if owner is other else other, flipped)
+    link = coarse.finer
+    if link is not None and link.geometry == geometry and link.came_from(fine):
+        core.sides = link.sides
+    return core.cached(owner)
 
 
 class KernelMap:
@@ -141,10 +184,14 @@ class KernelMap:
 
     Made by `kernel_map()`. Two objects are equal when they are the same direction of the same cached map.
 
-    `tensors` is what the ops take. On a CPU: [in_rows int64 (P,), out_rows int64 (P,), kptr int64 (K+1,)],
-    pairs sorted by (offset, output row), offset k owning kptr[k]:kptr[k+1]. On a GPU the tile plan of
+    `tensors` is what the ops take. On a CPU: [in_rows int64 (P,), out_rows int64 (P,), kptr int64 (K+1,),
+    size], pairs sorted by (offset, output row), offset k owning kptr[k]:kptr[k+1]. On a GPU the tile plan of
     kernels.h: [order int32 (T*256,), schedule int32 (2, T, 4), passes int32 (P, 4), frag int32 (P, 16), uniq
-    int32 (U,), local int16 (T, K, 256)].
+    int32 (U,), local int16 (T, K, 256), size]. The last is empty int32 of shape (0, n_in, n_out).
+
+    Maps may be used on any CUDA stream and in any thread. What they hand out is to be read only: they raise
+    RuntimeError once torch has written into it (writes through .data, numpy or DLPack go unseen). A map that
+    is first needed while a CUDA graph is captured raises RuntimeError, too.
     """
 
     def __init__(
@@ -197,7 +244,12 @@ class KernelMap:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """See the class. RuntimeError after `free()`."""
-        return self._direction().tensors
+        return list(self._direction().tensors)
+
+    @property
+    def made(self) -> Made:
+        """The tensors as they are kept: `CoordSet.use`."""
+        return self._direction().made
 
     @property
     def num_pairs(self) -> int:
@@ -208,25 +260,34 @@ class KernelMap:
     def counts(self) -> torch.Tensor:
         """(n_out,) int32: how many inputs every output row has. Made once; does not wait for a GPU."""
         direction = self._direction()
-        if direction.counts is not None:
-            return direction.counts
-        with torch.inference_mode(False), torch.no_grad():
-            counts = torch.ops.voxmma.neighbor_counts(
-                direction.tensors, self.kernel_volume, self.out_coords.num
-            )
-        if not torch.compiler.is_compiling():  # a traced tensor is one of its graph
-            direction.counts = counts
-        return counts
+        made = direction.counts
+        if made is None:
+            if torch.compiler.is_compiling():  # a traced tensor is one of its graph
+                return self._count(direction)
+            with direction._lock, torch.inference_mode(False), torch.no_grad():
+                made = direction.counts
+                if made is None:
+                    what = "the neighbour counts of a kernel map"
+                    refuse_capture(what, self.device)
+                    made = direction.counts = Made((self._count(direction),), what)
+        return made.get()[0]
+
+    def _count(self, direction: Direction) -> torch.Tensor:
+        return torch.ops.voxmma.neighbor_counts(direction.tensors, self.kernel_volume, self.out_coords.num)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the directions built so far, without the coordinates and their index."""
-        held = [tensor for d in self._core.sides.values() for tensor in (*d.tensors, d.counts)]
-        return held_bytes(tensor for tensor in held if tensor is not None)
+        sides = tuple(self._core.sides.values())
+        counts = [tensor for d in sides if d.counts is not None for tensor in d.counts.tensors]
+        return held_bytes([*(tensor for d in sides for tensor in d.tensors), *counts])
 
     def _direction(self) -> Direction:
         direction = self._core.sides.get(self.reverse)
-        return self._build() if direction is None else direction
+        if direction is None:
+            direction = self._build()
+        direction.made.get()  # checked, and for this stream
+        return direction
 
     @property
     def _owner(self) -> CoordSet:
@@ -236,18 +297,24 @@ class KernelMap:
     @torch.compiler.disable
     def _build(self) -> Direction:
         core = self._core
-        if core.freed:
-            raise RuntimeError("this kernel map was freed; kernel_map() builds it anew")
-        if self.device.type == "cuda":
-            made = _build_cuda(self.in_coords, self.out_coords, core.geometry, self.reverse)
-        else:
-            # Normal tensors also under inference_mode: a later training pass saves them for its backward.
-            with torch.inference_mode(False), torch.no_grad():
-                made = _build_cpu(
-                    self.in_coords, self.out_coords, core.geometry, self.reverse, self.symmetric
-                )
-        core.sides[self.reverse] = made
-        return made
+        with core.lock:
+            if core.freed:
+                raise RuntimeError("this kernel map was freed; kernel_map() builds it anew")
+            made = core.sides.get(self.reverse)
+            if made is not None:
+                return made
+            if self.device.type == "cuda":
+                kind = "the transposed kernel map" if self.reverse else "the kernel map"
+                refuse_capture(f"{kind} (kernel_size {self.kernel_size}, stride {self.stride})", self.device)
+                made = _build_cuda(self.in_coords, self.out_coords, core.geometry, self.reverse)
+            else:
+                # Normal tensors also under inference_mode: a later training pass saves them for its backward.
+                with torch.inference_mode(False), torch.no_grad():
+                    made = _build_cpu(
+                        self.in_coords, self.out_coords, core.geometry, self.reverse, self.symmetric
+                    )
+            core.sides[self.reverse] = made
+            return made
 
     def core_of_one_set(self) -> MapCore | None:
         """The core of a symmetric map, which holds no coordinate set; None for other maps."""
@@ -271,7 +338,7 @@ class KernelMap:
             table = self.neighbor_table()
             found = [torch.nonzero(row >= 0).flatten() for row in table]
             return [(row[out].long(), out) for row, out in zip(table, found, strict=True)]
-        in_rows, out_rows, kptr = self.tensors
+        in_rows, out_rows, kptr, _ = self.tensors
         sizes = kptr.diff().tolist()
         return list(zip(torch.split(in_rows, sizes), torch.split(out_rows, sizes), strict=True))
 
@@ -337,14 +404,15 @@ class KernelMap:
         owner, other = (inputs, outputs) if self.reverse == core.flipped else (outputs, inputs)
         if core.freed:
             raise RuntimeError("this kernel map was freed; kernel_map() builds it anew")
-        moved = MapCore(core.geometry, None if core.other is None else other, core.flipped)
-        moved = owner.maps.setdefault(moved.key, moved)
+        one = self.in_coords is self.out_coords
+        moved = MapCore(core.geometry, None if one else other, core.flipped).cached(owner)
         if owner.device.type == self.device.type:
             with torch.inference_mode(False), torch.no_grad():
-                for reverse, source in core.sides.items():
-                    if reverse not in moved.sides:
-                        tensors = [tensor.to(owner.device) for tensor in source.settled()]
-                        moved.sides[reverse] = Direction(tensors, source.num_pairs)
+                for reverse, source in tuple(core.sides.items()):
+                    with moved.lock:
+                        if reverse not in moved.sides:
+                            tensors = [tensor.to(owner.device) for tensor in source.settled()]
+                            moved.sides[reverse] = Direction(tensors, source.num_pairs)
         return KernelMap(inputs, outputs, moved, self.reverse)._built()
 
     def _built(self) -> KernelMap:
@@ -394,7 +462,7 @@ class KernelMap:
         """An independent, uncached map on the same coordinate sets."""
         core = MapCore(self._core.geometry, self._core.other, self._core.flipped)
         core.freed = self._core.freed
-        for reverse, source in self._core.sides.items():
+        for reverse, source in tuple(self._core.sides.items()):
             core.sides[reverse] = Direction([tensor.clone() for tensor in source.settled()], source.num_pairs)
         return KernelMap(self.in_coords, self.out_coords, core, self.reverse)
 
@@ -411,7 +479,7 @@ def _restore(
     owner, other = (in_coords, out_coords) if reverse == flipped else (out_coords, in_coords)
     core = MapCore(geometry, None if owner is other else other, flipped)
     core.sides = sides
-    owner.maps.setdefault(core.key, core)
+    core.cached(owner)
     return KernelMap(in_coords, out_coords, core, reverse)
 
 
@@ -433,7 +501,7 @@ def kernel_map(
     dilation` of the same sample; transposed, the input row j for which `in_j * stride - padding + k *
     dilation` is output i. The outputs are, in this order of preference:
 
-    - `out_coords`;
+    - `out_coords`, which with a stride remembers the inputs as its finer set when it has no other;
     - not transposed: with stride 1 the inputs themselves (submanifold); with another stride, or generative,
       every site whose window holds an input (on a grid without borders);
     - transposed: with stride 1 the inputs themselves; else, unless generative, the finer set that strided
@@ -475,6 +543,8 @@ def kernel_map(
         flipped = finer is None
         target = children(source, geometry, max_voxels) if finer is None else finer
     if target is not source:
+        if out_coords is not None and not transposed and step != (1, 1, 1):
+            target.remember(source, geometry)
         if source.device != target.device:
             raise ValueError(f"out_coords is on {target.device}, in_coords is on {source.device}")
         if source.batch_size != target.batch_size:
@@ -493,9 +563,9 @@ def _geometry(
     padding: int | Sequence[int] | None,
 ) -> Geometry:
     """The arguments of `kernel_map`, checked."""
-    size = _triple(kernel_size, "kernel_size", 1, MAX_KERNEL)
-    step = _triple(stride, "stride", 1, MAX_STRIDE)
-    spread = _triple(dilation, "dilation", 1, MAX_OFFSET)
+    size = triple(kernel_size, "kernel_size", 1, MAX_KERNEL)
+    step = triple(stride, "stride", 1, MAX_STRIDE)
+    spread = triple(dilation, "dilation", 1, MAX_OFFSET)
     pad = padding_triple(padding, size, spread)
     for k, d, p in zip(size, spread, pad, strict=True):
         if (k - 1) * d - p > MAX_OFFSET:
@@ -514,20 +584,29 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
-    """The set that strided layers of this total stride made `coarse` from, None when there is none."""
+    """The set that strided layers of this total stride made `coarse` from, None when there is none.
+
+    ValueError when there are several: `CoordSet.remember`.
+    """
     total, found = (1, 1, 1), coarse
     while total != stride:
-        if found.finer is None or any(t > s for t, s in zip(total, stride, strict=True)):
+        link = found.finer
+        if link is None or any(t > s for t, s in zip(total, stride, strict=True)):
             return None
-        x, y, z = (t * s for t, s in zip(total, found.finer.geometry.stride, strict=True))
-        total, found = (x, y, z), found.finer.get()
+        if link.ambiguous:
+            raise ValueError(
+                "strided layers on several inputs put their outputs on the coordinates of x (coords=...): "
+                "say which voxels to go back to with coords= (out_coords= of kernel_map)"
+            )
+        x, y, z = (t * s for t, s in zip(total, link.geometry.stride, strict=True))
+        total, found = (x, y, z), link.get()
     return found
 
 
 def padding_triple(padding: int | Sequence[int] | None, size: Triple, dilation: Triple) -> Triple:
     """`padding` per axis, or its default: (size // 2) * dilation for odd sizes, 0 for even ones."""
     if padding is not None:
-        return _triple(padding, "padding", -MAX_OFFSET, MAX_OFFSET)
+        return triple(padding, "padding", -MAX_OFFSET, MAX_OFFSET)
     x, y, z = (k // 2 * d if k % 2 else 0 for k, d in zip(size, dilation, strict=True))
     return x, y, z
 
@@ -538,7 +617,7 @@ def neighbor_table(tensors: list[torch.Tensor], kernel_volume: int, n_out: int) 
         from voxmma import _C
 
         return _C.plan_to_table(tensors, n_out)
-    in_rows, out_rows, kptr = tensors
+    in_rows, out_rows, kptr, _ = tensors
     table = torch.full((kernel_volume, n_out), -1, dtype=torch.int32)
     offset = torch.repeat_interleave(torch.arange(kernel_volume), kptr.diff())
     table[offset, out_rows] = in_rows.int()
@@ -550,20 +629,6 @@ def _coord_set(value: CoordSet | Voxels, name: str) -> CoordSet:
     if not isinstance(coords, CoordSet):
         raise TypeError(f"{name} must be a CoordSet or a Voxels, got {type(value).__name__}")
     return coords
-
-
-def _triple(value: int | Sequence[int], name: str, low: int, high: int) -> Triple:
-    if type(value) is tuple and len(value) == 3:  # every call of a layer: nothing to convert
-        x, y, z = value
-        plain = type(x) is type(y) is type(z) is int
-        if plain and low <= x <= high and low <= y <= high and low <= z <= high:
-            return value
-    values = (value,) * 3 if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
-    if len(values) != 3 or any(isinstance(v, bool) or not isinstance(v, int) for v in values):
-        raise TypeError(f"{name} must be an int or three of them, got {value!r}")
-    if any(not low <= v <= high for v in values):
-        raise ValueError(f"{name} must be in {low}..{high} on every axis, got {value!r}")
-    return values[0], values[1], values[2]
 
 
 @functools.lru_cache(maxsize=256)
@@ -585,7 +650,14 @@ def _build_cuda(in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, r
     *tensors, stats, pairs = _C.build_plan(
         out_coords.coords, out_order, bricks, in_order, *_plan_rule(geometry, reverse)
     )
+    tensors.append(_size(in_coords, out_coords))
     return Direction(tensors, None, stats) if pairs < 0 else Direction(tensors, pairs)
+
+
+def _size(in_coords: CoordSet, out_coords: CoordSet) -> torch.Tensor:
+    """What tells the ops, by its shape alone, between how many rows a map leads."""
+    with torch.inference_mode(False):
+        return torch.empty((0, in_coords.num, out_coords.num), dtype=torch.int32, device=in_coords.device)
 
 
 def _build_cpu(
@@ -639,7 +711,8 @@ def _build_cpu(
         out_rows.append(torch.nonzero(neighbour >= 0).flatten())
         in_rows.append(neighbour[out_rows[-1]])
     kptr = [0, *itertools.accumulate(len(rows) for rows in out_rows)]
-    return Direction([torch.cat(in_rows), torch.cat(out_rows), torch.tensor(kptr)], kptr[-1])
+    tensors = [torch.cat(in_rows), torch.cat(out_rows), torch.tensor(kptr), _size(in_coords, out_coords)]
+    return Direction(tensors, kptr[-1])
 
 
 def _axis_query(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +26,11 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from voxmma import segments
+from voxmma._cached import Made
+from voxmma._types import Triple
 from voxmma.coords import CoordSet, Finer
 from voxmma.derive import children, windows
-from voxmma.kernel_map import Direction, Geometry, KernelMap, MapCore, core_between
-from voxmma.points import Triple
+from voxmma.kernel_map import Direction, Geometry, KernelMap, MapCore, core_between, held_sets
 from voxmma.voxels import Voxels
 
 __all__ = ["Layout", "MappedVoxels", "dynamic_shapes", "export_program", "with_maps"]
@@ -112,11 +113,11 @@ class Layout:
             sets.append(made)
         for edge in self.edges:
             owner, other = sets[edge.owner], sets[edge.other]
-            core = MapCore(edge.geometry, None if owner is other else other, edge.flipped)
-            core = owner.maps.setdefault(core.key, core)
+            core = MapCore(edge.geometry, None if owner is other else other, edge.flipped).cached(owner)
             core.sides[edge.reverse] = Direction([next(tensors) for _ in range(edge.tensors)], -1)
         for place in self.trees:
-            sets[place]._segments = [(next(tensors), next(tensors)) for _ in range(_LEVELS)]
+            levels = [next(tensors) for _ in range(2 * _LEVELS)]
+            sets[place]._index.segments = Made(levels, segments.WHAT)
         return sets
 
     def to_json(self) -> list[Any]:
@@ -186,7 +187,7 @@ def _survey(root: CoordSet, stride: Triple) -> Layout:
     edges = []
     for place, made in enumerate(sets):
         for core in made.maps.values():
-            other = place if core.other is None else places.get(id(core.other), -1)
+            other = place if core._other is None else places.get(id(core.other), -1)
             if other < 0:
                 raise ValueError(
                     "the network uses coordinates that are not made by strided or generative layers from "
@@ -194,7 +195,7 @@ def _survey(root: CoordSet, stride: Triple) -> Layout:
                 )
             for reverse, side in core.sides.items():
                 edges.append(Edge(place, other, core.geometry, core.flipped, reverse, len(side.tensors)))
-    trees = tuple(place for place, made in enumerate(sets) if made._segments is not None)
+    trees = tuple(place for place, made in enumerate(sets) if made._index.segments is not None)
     return Layout(root.batch_size, stride, tuple(sites), tuple(edges), trees)
 
 
@@ -214,7 +215,7 @@ def with_maps(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             if root.finer is not None:
                 raise ValueError("the input was made by a strided layer: export from what it was made from")
             copied = CoordSet.trusted(root.coords, root.batch_size)
-            copied._index = root._index
+            copied._index = replace(root._index, segments=None)
             leaf = Voxels._make(copied, leaf.feats, leaf.stride)
         fresh.append(leaf)
     roots = [
@@ -222,10 +223,14 @@ def with_maps(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     ]
     if len(set(roots)) < len(roots):
         raise ValueError("two inputs share their coordinates: give their features as one, or as tensors")
-    model(*pytree.tree_unflatten(fresh, spec))
-    mapped = [
-        _survey(leaf.coord_set, leaf.stride)(leaf) if isinstance(leaf, Voxels) else leaf for leaf in fresh
-    ]
+    before = held_sets.set([])  # a set that the network made would take its maps with it
+    try:
+        model(*pytree.tree_unflatten(fresh, spec))
+        mapped = [
+            _survey(leaf.coord_set, leaf.stride)(leaf) if isinstance(leaf, Voxels) else leaf for leaf in fresh
+        ]
+    finally:
+        held_sets.reset(before)
     return tuple(pytree.tree_unflatten(mapped, spec))
 
 
@@ -262,12 +267,15 @@ def variable_sizes(voxels: MappedVoxels) -> list[dict[int, int]]:
     found = [{0: 0}, *({0: place} for place in range(sets))]  # features and coordinates
     tensors = iter(voxels.tensors[sets:])
     for edge in voxels.layout.edges:
-        parts = list(itertools.islice(tensors, edge.tensors))
+        *parts, _ = itertools.islice(tensors, edge.tensors)
         if parts[0].device.type == "cpu":  # in_rows, out_rows, kptr, which has a place for every offset
             pairs = next(number)
             found += [{0: pairs}, {0: pairs}, {}]
         else:
             found += [{axis: next(number) for axis in range(part.dim())} for part in parts]
+        ends = (edge.owner, edge.other)  # the last: (0, n_in, n_out)
+        inputs, outputs = ends if edge.reverse == edge.flipped else ends[::-1]
+        found.append({1: inputs, 2: outputs})
     for _ in voxels.layout.trees:
         found += [{0: next(number)} for _ in range(2 * _LEVELS - 1)]
         found.append({})  # at last one block for each sample

@@ -13,11 +13,16 @@ chunk: ``cpu_p32``, ``cpu_p64``, ``cpu_p128`` or ``cpu_poff`` (all channels of a
 fp32 operands to the nearest TF32 number first, as a single-pass TF32 tile does. Rows of one offset are
 distinct, so no order of addition is left to chance: results are equal from run to run. Pooling adds in the
 order of the offsets, as on a GPU, and with the same rounding: its results are equal on both devices.
+
+What the process is set to does not reach them: products in fp32 are IEEE fp32, under mkldnn's bf16 and
+`torch.set_float32_matmul_precision("medium")` too, and neither autocast nor a policy casts in here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +39,7 @@ if _C.TORCH_VERSION.split(".")[:2] != torch.__version__.split(".")[:2]:  # C++ i
         f"voxmma was built for torch {_C.TORCH_VERSION}, this is torch {torch.__version__}: {_REBUILD}"
     )
 
+from voxmma import torchflags  # noqa: E402
 from voxmma.accuracy import quantise  # noqa: E402
 
 __all__: list[str] = []
@@ -88,7 +94,7 @@ def _conv_cpu(
         x, weight, bias, map, n_out, transpose, accumulator, out_dtype
     )
     chunk = _check_tile(tile, accumulator, x.dtype) or c_in
-    in_rows, out_rows, kptr = map
+    in_rows, out_rows, kptr, _ = map
     start: list[int] = kptr.tolist()
     compute = _compute_type(x)
     features = x.to(compute)
@@ -138,7 +144,7 @@ def _conv_wgrad_cpu(
 ) -> Tensor:
     c_in, c_out = _C.check_wgrad(x, dy, map, kernel_volume, groups, accumulator, out_dtype)
     _check_tile(tile, "fp64" if x.dtype == torch.float64 else "fp32", x.dtype)
-    in_rows, out_rows, kptr = map
+    in_rows, out_rows, kptr, _ = map
     start: list[int] = kptr.tolist()
     compute = _compute_type(x)  # fp32 at least, whatever `accumulator` says
     features, grads = x.to(compute), dy.to(compute)
@@ -182,7 +188,7 @@ def winner_dtype(kernel_volume: int) -> torch.dtype:
 
 def _pairs(map: list[Tensor], mirror: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(offset, input rows, output rows) of a CPU map by offset; with `mirror` in reverse, renumbered."""
-    in_rows, out_rows, kptr = map
+    in_rows, out_rows, kptr, _ = map
     start: list[int] = kptr.tolist()
     volume = len(start) - 1
     for k in range(volume):
@@ -285,6 +291,7 @@ def _pool_put_cpu(
 
 
 def _neighbor_counts_cpu(map: list[Tensor], kernel_volume: int, n_out: int) -> Tensor:
+    _C.check_map(map, kernel_volume, n_out)
     return torch.bincount(map[1], minlength=n_out).int()
 
 
@@ -311,7 +318,21 @@ def _segment_argmax_cpu(x: Tensor, candidates: Tensor | None, rows: Tensor, star
     return row.gather(1, slot).squeeze(1)
 
 
-for _name, _function in {
+def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` apart from the process around it: no autocast, no function mode, IEEE fp32 products."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        with torch._C.DisableTorchFunction(), torchflags.pinned("ieee"):
+            if not torch.is_autocast_enabled("cpu"):
+                return function(*args)
+            with torch.autocast("cpu", enabled=False):
+                return function(*args)
+
+    return run
+
+
+_CPU: dict[str, Callable[..., Any]] = {
     "conv": _conv_cpu,
     "conv_wgrad": _conv_wgrad_cpu,
     "pool_sum": _pool_sum_cpu,
@@ -321,8 +342,9 @@ for _name, _function in {
     "neighbor_counts": _neighbor_counts_cpu,
     "segment_sum": _segment_sum_cpu,
     "segment_argmax": _segment_argmax_cpu,
-}.items():
-    _LIBRARY.impl(_name, _function, "CPU")
+}
+for _name, _function in _CPU.items():
+    _LIBRARY.impl(_name, _apart(_function), "CPU")
 
 
 @torch.library.register_fake("voxmma::conv")

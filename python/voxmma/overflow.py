@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from voxmma.accuracy import FORMATS
+from voxmma import settings, torchflags
+from voxmma.accuracy import FORMATS, largest_finite
+from voxmma.audit import leave
 from voxmma.tiles import chunk_of, select_tile
 
 MAX_FP16 = FORMATS["fp16"].max
@@ -41,6 +44,7 @@ def _grouped(weight: Tensor) -> Tensor:
     return weight if weight.dim() == 4 else weight.unsqueeze(1)
 
 
+@torchflags.undisturbed()
 def overflow_bound(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Tensor:
     """Upper bound of every partial sum of an accumulator: absmax(a) x largest column sum of |weight|.
 
@@ -127,25 +131,33 @@ class Fp16Operands:
         return y / self.a_factor / self.w_factor
 
 
+def _equal(narrow: Tensor, wide: Tensor) -> Tensor:
+    return ((narrow.float() == wide) | wide.isnan()).all()
+
+
+@torchflags.undisturbed()
 def fp16_operands(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Fp16Operands:
     """bf16 (or fp32, fp16) operands as fp16 under power-of-two factors whose overflow bound fits.
 
     The weight is scaled to a largest magnitude in [0.5, 1), `a` as high as the bound allows, so that as few
     values as possible fall among the subnormals, where mantissas would be cut; `exact` says whether none did.
-    Without waiting for the device. Arguments as in :func:`overflow_bound`.
+    Infinities and NaN stay what they are and change no factor. Without waiting for the device. Arguments as
+    in :func:`overflow_bound`.
     """
     one = torch.ones((), device=a.device)
-    largest = weight.abs().amax().float() if weight.numel() else one
-    usable = largest.isfinite() & (largest > 0)
-    _, exponent = torch.frexp(torch.where(usable, largest, one))
+    largest = largest_finite(weight).float()
+    _, exponent = torch.frexp(torch.where(largest > 0, largest, one))
     w_factor = _power_of_two(-exponent)
     scaled = weight.float() * w_factor
-    bound = overflow_bound(a, scaled, transpose=transpose, chunk=chunk)
+    finite = scaled.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    largest = largest_finite(a).float()
+    bound = overflow_bound(largest, finite, transpose=transpose, chunk=chunk)
+    bound = torch.maximum(bound, largest)  # `a` itself is to fit, where columns of the weight are below 1
     _, exponent = torch.frexp(torch.where(bound.isfinite() & (bound > 0), bound / MAX_FP16, one / 2))
     a_factor = _power_of_two(-exponent)
     wide = a.float() * a_factor
     a16, w16 = wide.half(), scaled.half()
-    exact = (a16.float() == wide).all() & (w16.float() == scaled).all()
+    exact = _equal(a16, wide) & _equal(w16, scaled)
     return Fp16Operands(a16, w16, a_factor, w_factor, exact)
 
 
@@ -158,8 +170,7 @@ def rescaled_floor(
     Waits for the device.
     """
     got = fp16_operands(a, weight, transpose=transpose, chunk=chunk)
-    if not a.numel() or not math.isfinite(largest := float(got.a.abs().amax())):
-        return floor
+    largest = float(largest_finite(got.a))
     cut = 0.0 if bool(got.exact) else n * FORMATS["fp16"].tiny / 2 * (1.0 + largest)
     factors = float(got.a_factor.double() * got.w_factor.double())
     return floor * max(1.0, 1.0 / factors) + cut / factors
@@ -206,7 +217,7 @@ def conv_rescaled(
             wgrad_tile, torch.float32,
         )  # fmt: skip
         y = got.restore(y)
-        for guard in _guards:
+        for guard in _asked.guards:
             guard._inexact(got.exact)
         if bias is not None:
             y = y + bias
@@ -245,16 +256,16 @@ def _wgrad_operand(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
     """An operand of the weight gradient, whose sums are fp32: only its own range can be too large."""
     if t.dtype == dtype or dtype != torch.float16:
         return t.to(dtype), None
-    largest = t.detach().abs().amax().float() if t.numel() else t.new_zeros((), dtype=torch.float32)
-    factor = safe_factor(largest)
+    factor = safe_factor(largest_finite(t).float())
     return (t * factor).to(dtype), factor
 
 
 @functools.lru_cache(maxsize=1024)
-def _wide_tile(c_in: int, c_out: int, groups: int, device: torch.device) -> str:
-    return select_tile("dgrad", torch.bfloat16, "fp32", c_in, c_out, groups, device).name
+def _wide_tile(c_in: int, c_out: int, groups: int, device: torch.device, limits: settings.Limits) -> str:
+    return select_tile("dgrad", torch.bfloat16, "fp32", c_in, c_out, groups, device, limits=limits).name
 
 
+@torchflags.undisturbed()
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     own, own_t, _, symmetric, transpose, accumulator, tile, dgrad_tile, wgrad_tile, _ = ctx.rest
@@ -284,7 +295,8 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
             a, b, maps = b, a, (opposite, forward)
         if dtype == torch.bfloat16:  # a gradient of this gradient is not rescaled: fp32 sums
             accumulator = "fp32"
-            dgrad_tile = _wide_tile(weight.shape[-2] * groups, weight.shape[-1] * groups, groups, x.device)
+            channels = (weight.shape[-2] * groups, weight.shape[-1] * groups)
+            dgrad_tile = _wide_tile(*channels, groups, x.device, settings.get_limits())
         dw = torch.ops.voxmma.conv_wgrad(
             a,
             b,
@@ -309,7 +321,16 @@ conv_rescaled.register_autograd(_gradients, setup_context=_keep)
 # ---- the guard ---------------------------------------------------------------------------------------------
 
 _OPS = ("fprop", "dgrad", "wgrad")
-_guards: list[OverflowGuard] = []
+
+
+class _Asked(threading.local):
+    """Guards that pass on the operation which this thread is in."""
+
+    def __init__(self) -> None:
+        self.guards: list[OverflowGuard] = []
+
+
+_asked = _Asked()
 
 
 class OverflowGuard(TorchDispatchMode):
@@ -334,41 +355,44 @@ class OverflowGuard(TorchDispatchMode):
         """(fprop dgrad wgrad) x (launches, non-finite cells, rescales that cut a mantissa)"""
         self.largest = torch.zeros(3, dtype=torch.float32, device=device)
         """largest finite magnitude of fprop, dgrad, wgrad results"""
+        self._lock = threading.Lock()  # one guard may be open in several threads
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled code runs compiled under a guard (torch asks from 2.9 on; before, it runs eagerly)."""
         return True
 
-    def __enter__(self) -> OverflowGuard:
-        _guards.append(self)
-        super().__enter__()
-        return self
-
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        _guards.remove(self)
+        leave(self, lambda: super(OverflowGuard, self).__exit__(*exception))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if name in ("voxmma::conv", "voxmma::conv_rescaled", "voxmma::conv_wgrad"):
-            self._watch(2 if name == "voxmma::conv_wgrad" else int(_in_backward()), result)
+        if name not in ("voxmma::conv", "voxmma::conv_rescaled", "voxmma::conv_wgrad"):
+            return func(*args, **(kwargs or {}))
+        _asked.guards.append(self)
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            _asked.guards.pop()
+        self._watch(2 if name == "voxmma::conv_wgrad" else int(_in_backward()), result)
         return result
 
     def _watch(self, op: int, y: Tensor) -> None:
         if y.device.type != self.counts.device.type:
             raise RuntimeError(f"this guard is on {self.counts.device}, a convolution ran on {y.device}")
         finite = y.isfinite()
-        self.counts[op, 0] += 1
-        self.counts[op, 1] += y.numel() - finite.sum()
-        if y.numel():
-            peak = torch.where(finite, y, torch.zeros_like(y)).abs().amax().float()
-            self.largest[op] = torch.maximum(self.largest[op], peak)
+        wrong = y.numel() - finite.sum()
+        peak = torch.where(finite, y, torch.zeros_like(y)).abs().amax().float() if y.numel() else None
+        with self._lock:
+            self.counts[op, 0] += 1
+            self.counts[op, 1] += wrong
+            if peak is not None:
+                self.largest[op] = torch.maximum(self.largest[op], peak)
 
     def _inexact(self, exact: Tensor) -> None:
         if exact.device.type == self.counts.device.type:
-            self.counts[int(_in_backward()), 2] += ~exact
+            with self._lock:
+                self.counts[int(_in_backward()), 2] += ~exact
 
     def read(self) -> dict[str, dict[str, float]]:
         """The figures by operation: launches, nonfinite, inexact, largest. Waits for the device."""

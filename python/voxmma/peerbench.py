@@ -31,7 +31,7 @@ import torch
 import typer
 from torch import Tensor
 
-from voxmma import accuracy, bench, benchplots, doctor, roofline, torchflags, tunecache
+from voxmma import accuracy, bench, benchplots, doctor, roofline, settings, torchflags, tunecache
 from voxmma.peers import (
     ADAPTERS,
     Adapter,
@@ -267,6 +267,7 @@ def _gradients(
 
 
 @torchflags.preserved()
+@settings.override(fp32_precision=None)  # adapters set it
 def work(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
     """A library's process: measures the units of a job and says each as it ends."""
     device = torch.device(job["device"])

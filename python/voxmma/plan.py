@@ -130,33 +130,24 @@ def _milliseconds(run: Callable[[], object], device: torch.device, repeats: int)
 def _observe(model: nn.Module, layers: Mapping[str, Any], batch: Any) -> dict[str, list[_Call]]:
     """The calls that each layer makes for one batch."""
     calls: dict[str, list[_Call]] = {name: [] for name in layers}
-    running: list[str] = []
 
     def note(
-        x: Tensor, weight: Tensor, bias: Tensor | None, mapping: KernelMap, y: Tensor, record: Record
+        name: str,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mapping: KernelMap,
+        y: Tensor,
+        record: Record,
     ) -> None:
-        if running:
-            calls[running[-1]].append(_Call(x, weight, bias, mapping, record))
+        calls[name].append(_Call(x, weight, bias, mapping, record))
 
-    def enter(name: str) -> Callable[[nn.Module, object], None]:
-        return lambda module, inputs: running.append(name)
-
-    hooks = []
-    for name, layer in layers.items():
-        hooks.append(layer.register_forward_pre_hook(enter(name)))
-        hooks.append(layer.register_forward_hook(lambda *_: void(running.pop()), always_call=True))
-    shadow._observers.append(note)
+    listener = shadow.Listener(layers, note)
     try:
         _run(model, batch)
     finally:
-        shadow._observers.remove(note)
-        for hook in hooks:
-            hook.remove()
+        listener.remove()
     return calls
-
-
-def void(value: object) -> None:
-    """Nothing, whatever is given: a forward hook that returns something would replace the output."""
 
 
 def _run(model: nn.Module, batch: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from voxmma._types import as_tensor, real_numbers
 from voxmma.coords import (
     BATCH_MAX,
     COORD_MAX,
@@ -28,7 +29,6 @@ from voxmma.coords import (
     unpack,
 )
 
-Triple = tuple[int, int, int]
 Number = float  # Voxels.float hides the built-in inside that class
 
 FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,7 +43,7 @@ def merge(
 
     `coords` and `feats` have been checked but for values; errors are those of Voxels.
     """
-    check_batch_size(batch_size)
+    batch_size = check_batch_size(batch_size)
     runs = _group(narrow(coords)) if kernels_take(feats) else None
     bad = first_unpackable(coords) if runs is None else runs.bad
     if bad >= 0:
@@ -68,7 +68,12 @@ def quantize(
     """Coordinates and features of Voxels.from_points, and what gives each point's voxel, (N,) int64."""
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduce!r}")
-    check_batch_size(batch_size)
+    batch_size = check_batch_size(batch_size)
+    points, feats, batch_index = (
+        tensors(points, "points"),
+        tensors(feats, "feats"),
+        as_tensor(batch_index, "batch_index"),
+    )
     one = isinstance(points, torch.Tensor)
     points, feats, batch, samples = join_samples(points, feats, batch_index, batch_size, check=False)
     if points.dtype in FEATURE_DTYPES and len(points) <= _INT32_MAX and kernels_take(feats):
@@ -97,31 +102,38 @@ def quantize(
 
 
 def grid_positions(
-    points: torch.Tensor,
-    voxel_size: Number | Sequence[Number],
-    origin: Sequence[Number],
-    stride: Triple = (1, 1, 1),
+    points: torch.Tensor, voxel_size: Number | Sequence[Number], origin: Sequence[Number]
 ) -> torch.Tensor:
-    """(N, 3) fp64 positions of points (N, 3) in units of cells: (p - origin) / (voxel_size * stride)."""
-    # Division by a tensor: by a Python number CUDA multiplies with the rounded reciprocal instead.
-    # Filled on the device: a copy from the host would wait for it.
-    shift, edge = (
-        torch.stack([torch.full((), v, dtype=torch.float64, device=points.device) for v in values])
-        for values in grid_of(voxel_size, origin, stride)
-    )
+    """(N, 3) fp64 positions of points (N, 3) in cells of tensor stride 1: (p - origin) / voxel_size. Their
+    floor is the cell, in every function: a coarser cell is made from it, not from the point."""
+    shift, edge = (per_axis(values, points.device) for values in grid_of(voxel_size, origin))
     return (points.detach().double() - shift) / edge
 
 
+def per_axis(values: Sequence[Number], device: torch.device) -> torch.Tensor:
+    """(3,) fp64. To divide by: by a Python number CUDA multiplies with the rounded reciprocal instead."""
+    # Filled on the device: a copy from the host would wait for it.
+    return torch.stack([torch.full((), v, dtype=torch.float64, device=device) for v in values])
+
+
 def grid_of(
-    voxel_size: Number | Sequence[Number], origin: Sequence[Number], stride: Triple = (1, 1, 1)
+    voxel_size: Number | Sequence[Number], origin: Sequence[Number]
 ) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
     """Origin and edges of a grid, checked."""
-    size = (voxel_size,) * 3 if isinstance(voxel_size, (int, float)) else tuple(voxel_size)
-    if len(size) != 3 or not all(math.isfinite(s) and s > 0 for s in size):
+    size = real_numbers((voxel_size,) * 3, 3) or real_numbers(voxel_size, 3)
+    if size is None or min(size) <= 0:
         raise ValueError(f"voxel_size must be a positive number or three of them, got {voxel_size!r}")
-    if len(origin) != 3 or not all(map(math.isfinite, origin)):
+    start = real_numbers(origin, 3)
+    if start is None:
         raise ValueError(f"origin must be three finite numbers, got {origin!r}")
-    return tuple(origin), tuple(edge * step for edge, step in zip(size, stride, strict=True))
+    return start, size
+
+
+def tensors(value: Any, name: str) -> Any:
+    """A tensor or a sequence of them, numpy arrays as the tensors that share their memory."""
+    if isinstance(value, list | tuple):
+        return [as_tensor(part, f"{name}[{i}]") for i, part in enumerate(value)]
+    return as_tensor(value, name)
 
 
 def join_samples(

@@ -27,6 +27,7 @@ import operator
 import threading
 import types
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_map
 
 from voxmma import settings, torchflags
@@ -51,6 +57,7 @@ __all__ = [
     "Precision",
     "PrecisionPolicy",
     "activate",
+    "applied",
     "apply_policy",
     "as_policy",
     "current_policy",
@@ -382,7 +389,9 @@ class PrecisionPolicy:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _THREAD.blocks.pop().revert()
+        blocks = _THREAD.blocks  # the last one of this policy: blocks of others may end later
+        place = max(i for i, block in enumerate(blocks) if block.policy is self)
+        blocks.pop(place).revert()
 
 
 def _named(name: str, compute: str, reduction: str, inside: str, rest: str) -> PrecisionPolicy:
@@ -681,6 +690,8 @@ def operand_plan(
         kind = _KIND_BY_NAME.get(name or "")
         if _writes_first(target, args, kwargs):
             return OperandPlan(kind, None, follow_first=True)
+    if name == "clone":  # what copy.deepcopy makes of a parameter is a parameter like it
+        return OperandPlan(kind, None)
     precision = policy.precision_for(kind)
     if kind is OpKind.Reduction and precision.is_half and policy.reduction_inside is Precision.F32:
         native = isinstance(target, _F32_INSIDE_MODULES) or name in _F32_INSIDE
@@ -706,6 +717,15 @@ def _cast_value(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
+_DEVICES = ("cpu", "cuda")
+
+
+def _set_autocast(device_type: str, enabled: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_enabled(device_type, enabled)
+    torch.clear_autocast_cache()  # it holds weights in the dtype of before
+
+
 class _PolicyMode(TorchFunctionMode):
     """Casts the operands of every PyTorch function this thread calls, as `operand_plan` says."""
 
@@ -713,27 +733,44 @@ class _PolicyMode(TorchFunctionMode):
         super().__init__()
         self.policy = policy
         self.casts: Counter[str] = Counter()
-        self._entered: list[contextlib.ExitStack] = []
+        self.over = False  # ended by another thread, which cannot take it off this one
+        self._before: dict[str, tuple[bool, torch.dtype]] = {}
 
     def __enter__(self) -> _PolicyMode:
         # Autocast is what code outside PyTorch asks for its compute dtype, our sparse functions among it;
         # PyTorch's own functions run with it off, because the policy has already cast their operands.
         compute = self.policy.forward.input
-        stack = contextlib.ExitStack()
-        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-            dtype = compute.dtype if compute.is_half else None
-            stack.enter_context(
-                torch.autocast(device, dtype=dtype, enabled=compute.is_half, cache_enabled=False)
+        for device in _DEVICES:
+            self._before[device] = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            _set_autocast(
+                device, compute.is_half, compute.dtype if compute.is_half else self._before[device][1]
             )
         super().__enter__()
-        self._entered.append(stack)
-        _THREAD.modes.append(self)
+        torchflags.surroundings.modes.append(self)
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        _THREAD.modes.pop()
+        """Ends this mode of this thread, be it the last one or not."""
+        self._forget()
+        stack = _get_current_function_mode_stack()
+        above = [_pop_mode() for _ in stack[stack.index(self) + 1 :]]
         super().__exit__(*exc)
-        self._entered.pop().close()
+        for other in reversed(above):
+            _push_mode(other)
+
+    def _forget(self) -> None:
+        """Leaves the casting and the autocast state to those before it."""
+        modes = torchflags.surroundings.modes
+        if self not in modes:
+            return
+        place = modes.index(self)
+        later = [mode for mode in modes[place + 1 :] if isinstance(mode, _PolicyMode)]
+        del modes[place]
+        if later:
+            later[0]._before = self._before
+            return
+        for device, (enabled, dtype) in self._before.items():
+            _set_autocast(device, enabled, dtype)
 
     def _cast(self, value: Any, dtype: torch.dtype, kind: OpKind | None) -> Any:
         def one(leaf: Any) -> Any:
@@ -748,8 +785,10 @@ class _PolicyMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _THREAD.modes[-1] is not self:  # PyTorch asks every mode in turn; the innermost decides
-            return func(*args, **kwargs)
+        if self.over:
+            self._forget()
+        if torchflags.surroundings.modes[-1:] != [self]:
+            return func(*args, **kwargs)  # PyTorch asks every mode in turn; the innermost decides
         plan = operand_plan(self.policy, func, args, kwargs)
         dtype = plan.dtype
         if plan.follow_first:
@@ -773,12 +812,11 @@ class _PolicyMode(TorchFunctionMode):
 
 # ---------------------------------------------------------------- putting a policy to work
 class _ThreadState(threading.local):
-    """What is at work in this thread: open ``with`` blocks, modules whose forward has begun, their modes."""
+    """What is at work in this thread: open ``with`` blocks, and forwards that have begun under a policy."""
 
     def __init__(self) -> None:
         self.blocks: list[AppliedPolicy] = []
-        self.running: list[tuple[_ForwardHook, _PolicyMode]] = []
-        self.modes: list[_PolicyMode] = []
+        self.running: list[tuple[_OnModule, _PolicyMode]] = []
 
 
 _THREAD = _ThreadState()
@@ -791,15 +829,30 @@ def current_policy() -> PrecisionPolicy | None:
     return _THREAD.blocks[-1].policy if _THREAD.blocks else None
 
 
-class _ForwardHook:
-    """Runs a module's forward under a policy. One object, registered before and after the forward."""
+class _OnModule:
+    """A policy on a module, whose forward runs under it. A copy of the module has a copy of this."""
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.policy = policy
         self.casts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._running = 0
+        self._on = True
+
+    def __getstate__(self) -> PrecisionPolicy:
+        return self.policy
+
+    def __setstate__(self, policy: PrecisionPolicy) -> None:
+        self.__init__(policy)  # type: ignore[misc]
+
+    def put_on(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self.before, prepend=True)
+        module.register_forward_hook(self.after, always_call=True)
 
     @torch.compiler.disable
     def before(self, module: nn.Module, args: Any) -> None:
+        with self._lock:
+            self._running += 1
         mode = _PolicyMode(self.policy)
         mode.__enter__()
         _THREAD.running.append((self, mode))
@@ -811,8 +864,37 @@ class _ForwardHook:
             return output  # an earlier hook failed before the forward began
         mode = running.pop()[1]
         mode.__exit__(None, None, None)
-        self.casts += mode.casts
+        with self._lock:
+            self._running -= 1
+            self.casts += mode.casts
+            if not (self._on or self._running):
+                self._unhook(module)
         return self.policy.boundary(output)
+
+    def remove(self, module: nn.Module) -> None:
+        """Takes the policy off; forwards that have begun in other threads end under it."""
+        with self._lock:
+            self._on = False
+            _remove_hook(module._forward_pre_hooks, self)
+            if not self._running:
+                self._unhook(module)
+
+    def _unhook(self, module: nn.Module) -> None:
+        for key in _remove_hook(module._forward_hooks, self):
+            module._forward_hooks_always_called.pop(key, None)
+
+
+def _remove_hook(hooks: dict[int, Any], owner: object) -> list[int]:
+    """Removes the hooks that are methods of ``owner``; returns their keys."""
+    found = [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is owner]
+    for key in found:
+        del hooks[key]
+    return found
+
+
+def _on_module(module: nn.Module) -> _OnModule | None:
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, _OnModule)), None)
 
 
 @dataclass(frozen=True)
@@ -867,12 +949,16 @@ class AppliedPolicy:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def _set_fp32_switches(tf32: bool, undo: contextlib.ExitStack) -> None:
-    """Sets PyTorch's and this library's float32 precision; ``undo`` gets what puts both back exactly."""
-    before = torchflags.snapshot()
+def _set_switches(policy: PrecisionPolicy, undo: contextlib.ExitStack) -> None:
+    """Sets PyTorch's switches and this library's float32 precision as Compute says; ``undo`` puts them back.
+
+    float32 or TF32: which of the two, on a CPU, too. 16 bits with float32 sums: no sums in 16 bits.
+    """
+    wide = not policy.forward.input.is_half
+    hold = torchflags.Hold(("tree", "legacy") if wide else torchflags.SHORT_SUMS)
 
     def put_back() -> None:
-        left = torchflags.restore(before, parts=("tree", "legacy"))
+        left = hold.release()
         if left:
             text = "not put back: " + "; ".join(map(str, left))
             if any(difference.wanted != "default" for difference in left):
@@ -880,9 +966,21 @@ def _set_fp32_switches(tf32: bool, undo: contextlib.ExitStack) -> None:
             warnings.warn(text + " (the same precision, but PyTorch cannot write it back)", stacklevel=2)
 
     undo.callback(put_back)
-    torchflags.set_tf32(tf32)
-    undo.callback(settings.set_fp32_precision, settings.snapshot().fp32_precision)
-    settings.set_fp32_precision("tf32" if tf32 else "ieee")
+    if not wide:
+        if policy.forward.accumulator is Precision.F32:
+            torchflags.forbid_short_sums()
+        return
+    torchflags.set_cpu_fp32(policy.tf32)
+    torchflags.set_tf32(policy.tf32)
+    undo.callback(settings.begin(fp32_precision="tf32" if policy.tf32 else "ieee"))
+
+
+def _end_mode(mode: _PolicyMode, thread: int) -> None:
+    """Ends a mode at once in its own thread; from another, when that thread calls its next function."""
+    if threading.get_ident() == thread:
+        mode.__exit__(None, None, None)
+    else:
+        mode.over = True
 
 
 def _not_while_compiling() -> None:
@@ -896,21 +994,21 @@ def _not_while_compiling() -> None:
 def activate(policy: PrecisionPolicy, switches_only: bool = False) -> AppliedPolicy:
     """What ``with policy:`` does, until `AppliedPolicy.revert`.
 
-    Switches are set when Compute is f32 (TF32 off) or tf32 (on), and left alone when it is f16 or bf16.
+    Compute in f32 has TF32 (on a CPU bf16, too) off, tf32 has it on; f16 and bf16 leave those switches alone,
+    but with f32 accumulators have PyTorch's libraries add up in float32.
 
-    The float32 switches and this library's accumulator setting are process-wide, the casts belong to this
-    thread. ``switches_only`` leaves it at the float32 switches.
+    The switches and this library's accumulator setting are process-wide, the casts belong to this
+    thread. ``switches_only`` leaves it at the switches.
     """
     applied = AppliedPolicy(policy)
     with contextlib.ExitStack() as stack:
-        if not policy.forward.input.is_half:
-            _set_fp32_switches(policy.tf32, stack)
+        _set_switches(policy, stack)
         if not switches_only:
             # A promoted sum can only be asked of a layer; without one the more exact fp32 sum runs.
-            stack.callback(settings.set_fp16_accum, settings.snapshot().fp16_accum)
-            settings.set_fp16_accum(policy.forward.accumulator_name == "fp16")
+            stack.callback(settings.begin(fp16_accum=policy.forward.accumulator_name == "fp16"))
             mode = _PolicyMode(policy)
-            stack.enter_context(mode)
+            stack.callback(_end_mode, mode, threading.get_ident())
+            mode.__enter__()
             applied._counters.append(mode)
         applied._undo = stack.pop_all()
     return applied
@@ -942,11 +1040,55 @@ def set_sparse_layer(
         fp16_accum_flag(wanted["use_fp16_accum"], wanted["accumulator"])
     except ValueError as error:
         raise PolicyError(f"sparse layers cannot follow {policy}: {error}") from None
+    if undo is not None:
+        layer.__dict__["_without_policy"] = {name: getattr(layer, name) for name in wanted}
+        undo.callback(_reset_sparse_layer, layer)
     for name, value in wanted.items():
-        if undo is not None:
-            undo.callback(setattr, layer, name, getattr(layer, name))
         setattr(layer, name, value)
     return f"accumulator {spec.accumulator_name}"
+
+
+def refuse_narrow_state(name: str, part: nn.Module, policy: PrecisionPolicy) -> None:
+    """Raises PolicyError for a layer of 16-bit state that PyTorch's kernels do not take under ``policy``.
+
+    Norms with running statistics and recurrent layers want their state in float32 or in the dtype of their
+    input, which the policy decides.
+    """
+    if not isinstance(part, nn.modules.batchnorm._NormBase | nn.RNNBase):
+        return
+    dtype = policy.precision_for(kind_of(part)).dtype
+    own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+    wrong = {t.dtype for t in own if t.dtype in (torch.float16, torch.bfloat16)} - {dtype}
+    if wrong:
+        found = ", ".join(str(t).removeprefix("torch.") for t in sorted(wrong, key=str))
+        raise PolicyError(
+            f"{name or 'the module'} ({type(part).__name__}) holds {found} tensors, but its operands are "
+            f"{str(dtype).removeprefix('torch.')} under {policy}: call .float() on the model or this layer"
+        )
+
+
+def _reset_sparse_layer(layer: nn.Module) -> None:
+    """What the layer was set to before `set_sparse_layer`; the layer itself knows, copies of it too."""
+    vars(layer).update(vars(layer).pop("_without_policy", {}))
+
+
+def applied(module: nn.Module) -> AppliedPolicy | None:
+    """The handle of the policy on a copy of a module that is under one; None where there is no policy.
+
+    Copies (deepcopy, pickle, an EMA) keep the policy: casts, and settings of sparse layers. The TF32 switches
+    of the process stay with the handle that `apply_policy` returned. ``revert`` makes the copy a plain model.
+    """
+    parts = [(part, found) for part in module.modules() if (found := _on_module(part)) is not None]
+    if not parts:
+        return None
+    handle = AppliedPolicy(parts[0][1].policy)
+    for part, on_module in parts:
+        handle._undo.callback(on_module.remove, part)
+        handle._counters.append(on_module)
+    for part in module.modules():
+        if is_sparse_conv(part):
+            handle._undo.callback(_reset_sparse_layer, part)
+    return handle
 
 
 def apply_policy(
@@ -967,16 +1109,17 @@ def apply_policy(
         policy: a policy, its name or its record.
         overrides: policies of parts, by module name with shell wildcards (``{"head*": "always_f32"}``).
 
-    Raises TypeError for a module with float64 tensors, PolicyError for a policy the layers cannot follow or
-    overrides that differ in TF32 (which is process-wide), KeyError for an override that matches nothing,
-    RuntimeError when a policy is already applied to the module or a part of it.
+    Raises TypeError for a module with float64 tensors, PolicyError for a policy the layers cannot follow (a
+    norm of 16-bit state in another precision among them) or overrides that differ in TF32 (process-wide),
+    KeyError for an override that matches nothing, RuntimeError when a policy is already applied to the module
+    or a part of it.
     """
     policy = as_policy(policy)
     torchflags.refuse_fp64(module, f"policy {policy}")
     for name, part in module.named_modules():
-        hooks = part._forward_pre_hooks.values()
-        if any(isinstance(getattr(h, "__self__", None), _ForwardHook) for h in hooks):
-            raise RuntimeError(f"a policy is already applied to {name or 'this module'}; revert it first")
+        if _on_module(part) is not None:
+            where = name or "this module"
+            raise RuntimeError(f"a policy is already applied to {where}; revert it first (see `applied`)")
     owners = {"": policy}
     for pattern, value in (overrides or {}).items():
         own = as_policy(value)
@@ -987,16 +1130,25 @@ def apply_policy(
             raise KeyError(f"no part of the module is called {pattern!r}")
         owners.update(dict.fromkeys(hits, own))
 
-    applied = activate(policy, switches_only=True)
+    def policy_of(name: str) -> PrecisionPolicy:
+        return owners[max((o for o in owners if o in ("", name) or name.startswith(o + ".")), key=len)]
+
+    for name, part in module.named_modules():
+        refuse_narrow_state(name, part, policy_of(name))
+    applied, switches = AppliedPolicy(policy), activate(policy, switches_only=True)
+    applied._undo.callback(switches.revert)
+    dropped = weakref.finalize(module, switches.revert)  # nobody can revert a policy on what is gone
+    dropped.atexit = False
+    applied._undo.callback(dropped.detach)
     try:
         for name, own in owners.items():
-            hook = _ForwardHook(own)
             part = module.get_submodule(name)
-            applied._undo.callback(part.register_forward_pre_hook(hook.before, prepend=True).remove)
-            applied._undo.callback(part.register_forward_hook(hook.after, always_call=True).remove)
-            applied._counters.append(hook)
+            on_module = _OnModule(own)
+            on_module.put_on(part)
+            applied._undo.callback(on_module.remove, part)
+            applied._counters.append(on_module)
         for name, part in module.named_modules():
-            own = owners[max((o for o in owners if o in ("", name) or name.startswith(o + ".")), key=len)]
+            own = policy_of(name)
             kind = kind_of(part)
             if kind is None and any(True for _ in part.children()):
                 continue

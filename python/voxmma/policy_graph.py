@@ -205,7 +205,7 @@ def _plan_sparse(node: fx.Node, policy: PrecisionPolicy, report: CastReport) -> 
     label = sparse_accumulator(policy)
     chunk = 0 if label is None else parse_accumulator(label)[1]
     dtype, short = spec.input.dtype, spec.accumulator is Precision.F16
-    pools = (*settings.get_pools(dtype)[:4], "tf32" if policy.tf32 else "ieee")
+    pools = (*settings.get_pools(dtype)[:4], "tf32" if policy.tf32 else "ieee", settings.get_limits())
     device, volume = _value(x).device, int(shape[0])
     plan = plan_call(dtype, short, "module", *channels, groups, device, pools, chunk, volume)
     scaled = rescaled(dtype, plan[0], "module", settings.get_fp16_rescale())

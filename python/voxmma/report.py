@@ -9,6 +9,7 @@ difference is exit code 1.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -32,7 +33,7 @@ WORTH_IT = 1.03
 
 
 class JournalError(ValueError):
-    """A journal that is missing, unreadable or not one of ours."""
+    """A journal that is missing, unreadable, damaged, not one of ours, or cannot be written."""
 
 
 @dataclass
@@ -62,6 +63,7 @@ def fp16_rate_ratio(device: torch.device) -> tuple[float | None, str]:
         return None, str(error)
 
 
+@torchflags.undisturbed()
 def collect(device: torch.device | None = None) -> dict[str, Any]:
     """Facts about machine and process, as JSON types; measures on ``device`` (default: GPU 0, else CPU)."""
     if device is None:
@@ -87,6 +89,7 @@ def collect(device: torch.device | None = None) -> dict[str, Any]:
         "fp16_rate_ratio": ratio,
         "fp16_rate_ratio_source": how,
         "fp32": {op: torchflags.effective_fp32_precision(op) for op in ("matmul", "conv", "rnn")},
+        "fp32_cpu": {op: torchflags.effective_fp32_precision(op, "cpu") for op in ("matmul", "conv", "rnn")},
         "fp32_eta": torchflags.fp32_behaviour(device),
         "voxmma_fp16_accum": settings.get_fp16_accum(),
     }
@@ -164,12 +167,17 @@ def recommend(facts: Mapping[str, Any], flags: torchflags.Flags) -> Recommendati
 
 
 def apply_changes(changes: Mapping[str, Any]) -> None:
-    """Sets switches. Raises KeyError for an unknown one, FlagsError for one that does not take."""
-    for name, value in changes.items():
-        if name == "tf32":
-            torchflags.set_tf32(value)
-        else:
-            torchflags.set_flag(name, value)
+    """Sets switches, or none: KeyError for an unknown one, FlagsError for one that does not take."""
+    before = torchflags.snapshot()
+    try:
+        for name, value in changes.items():
+            if name == "tf32":
+                torchflags.set_tf32(value)
+            else:
+                torchflags.set_flag(name, value)
+    except BaseException:
+        torchflags.restore(before)
+        raise
 
 
 def contradictions(facts: Mapping[str, Any]) -> list[str]:
@@ -178,7 +186,9 @@ def contradictions(facts: Mapping[str, Any]) -> list[str]:
     for op in ("matmul", "conv"):
         says, eta = facts["fp32"][op], facts["fp32_eta"][op]
         if not facts["device"].startswith("cuda"):
-            says = "ieee"  # the switches read here are CUDA's
+            if facts.get("fp32_cpu", {}).get(op, "ieee") != "ieee":
+                continue  # allowed to be less, which it is where the processor has the instructions
+            says = "ieee"
         elif min(gpu["capability"] for gpu in facts["gpus"]) < [8, 0]:
             says = "ieee"
         does = "tf32" if eta > TF32_ETA else "ieee"
@@ -201,11 +211,36 @@ def read_journal(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text())
     except OSError as error:
         raise JournalError(f"no journal at {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise JournalError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("journal") != JOURNAL_VERSION:
         raise JournalError(f"{path} is not a journal of this version of voxmma report")
+    try:
+        torchflags.Flags.from_json(data.get("before", {}))
+    except ValueError as error:
+        raise JournalError(f"{path} is damaged: {error}") from None
+    changes = data.get("changes")
+    if not isinstance(changes, dict) or not all(map(_is_change, changes, changes.values())):
+        raise JournalError(f"{path} is damaged: changes are {changes!r}")
     return data
+
+
+def _is_change(name: str, value: Any) -> bool:
+    return isinstance(value, bool) if name == "tf32" else torchflags.can_be("plain", name, value)
+
+
+def _write_journal(path: Path, record: Mapping[str, Any]) -> None:
+    """Writes beside the journal first: it is whole or as before. Raises JournalError where it cannot."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fresh.write_text(json.dumps(record, indent=1) + "\n")
+            fresh.replace(path)
+        finally:
+            fresh.unlink(missing_ok=True)
+    except OSError as error:
+        raise JournalError(f"the journal {path} cannot be written: {error.strerror}") from None
 
 
 def apply_journal(path: Path | str | None = None) -> torchflags.Flags:
@@ -239,10 +274,25 @@ def run(
         device: where to measure.
 
     Returns (the report as JSON types, whether all is as it should be). Raises JournalError for a bad journal.
+    After an exception every switch is as it was before.
     """
+    before = torchflags.snapshot()
+    try:
+        return _run(before, apply, restore, journal, device)
+    except BaseException:
+        torchflags.restore(before)
+        raise
+
+
+def _run(
+    before: torchflags.Flags,
+    apply: bool,
+    restore: bool,
+    journal: Path | None,
+    device: torch.device | None,
+) -> tuple[dict[str, Any], bool]:
     path = journal or default_journal()
     saved = read_journal(path) if restore and not apply else None
-    before = torchflags.snapshot()
     facts = collect(device)
     advice = recommend(facts, before)
     result: dict[str, Any] = {"facts": facts, **asdict(advice), "flags": before.to_json()}
@@ -276,8 +326,7 @@ def run(
             "before": before.to_json(),
             **result,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        _write_journal(path, record)
         result["journal"] = str(path)
     return result, not problems
 

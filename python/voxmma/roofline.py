@@ -75,7 +75,7 @@ def _gemm(device: torch.device, dtype: str, size: int) -> float:
     a = torch.randn(size, size, device=device).to(_DTYPES[dtype])
     b = torch.randn(size, size, device=device).to(_DTYPES[dtype])
     out = torch.empty_like(a)
-    with torchflags.preserved():
+    with torchflags.undisturbed(), torchflags.preserved():
         torchflags.set_tf32(dtype == "tf32")
         return 2 * size**3 / _best(lambda: torch.mm(a, b, out=out), device, 5) / 1e12
 

@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from voxmma import torchflags
+from voxmma._types import integer
 from voxmma.policy import AppliedPolicy, PrecisionPolicy, activate, apply_policy, as_policy
 
 __all__ = ["PolicyScheduler", "ScheduleError", "TF32Scheduler", "lightning_callback"]
@@ -47,13 +48,14 @@ def parse_schedule(schedule: Mapping[Any, T]) -> dict[int, T]:
         text = key.strip() if isinstance(key, str) else key
         if isinstance(text, str) and text.removeprefix("-").isdecimal():
             text = int(text)
-        if isinstance(text, bool) or not isinstance(text, int):
+        start = integer(text)
+        if start is None:
             raise ScheduleError(f"schedule keys are whole numbers, not {key!r}")
-        if text < 0:
-            raise ScheduleError(f"schedule keys start at 0, not at {text}")
-        if text in parsed:
-            raise ScheduleError(f"key {text} is in the schedule twice")
-        parsed[text] = value
+        if start < 0:
+            raise ScheduleError(f"schedule keys start at 0, not at {start}")
+        if start in parsed:
+            raise ScheduleError(f"key {start} is in the schedule twice")
+        parsed[start] = value
     if 0 not in parsed:
         raise ScheduleError("the schedule needs key 0: what holds at the start of training")
     return dict(sorted(parsed.items()))
@@ -68,7 +70,7 @@ class _Scheduler(Generic[T]):
         self.schedule = parse_schedule(schedule)
         self.unit = unit
         self.index: int | None = None
-        self._before: torchflags.Flags | None = None
+        self._before: torchflags.Hold | None = None
         self._active: AppliedPolicy | None = None
         self._value: T | None = None
 
@@ -115,7 +117,7 @@ class _Scheduler(Generic[T]):
         """Remembers the present state. Entering the ``with`` block does this."""
         if self._before is not None:
             raise RuntimeError("the scheduler is already running")
-        self._before = torchflags.snapshot()
+        self._before = torchflags.Hold()
 
     def end(self) -> None:
         """Puts the remembered state back. Leaving the ``with`` block does this; a second call does nothing.
@@ -128,7 +130,7 @@ class _Scheduler(Generic[T]):
         try:
             self._deactivate()
         finally:
-            left = torchflags.restore(before, parts=("tree", "legacy"))
+            left = before.release()
         if left:
             raise torchflags.FlagsError("not put back: " + "; ".join(map(str, left)))
 

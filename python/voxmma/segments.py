@@ -13,6 +13,7 @@ import torch
 from voxmma.coords import CoordSet
 
 BLOCK = 64
+WHAT = "the tree over the samples of a coordinate set"
 
 
 @torch.compiler.disable
@@ -46,9 +47,8 @@ def tree(coords: CoordSet) -> list[tuple[torch.Tensor, torch.Tensor]]:
     Rows of the first level are rows of `coords`, those of the next are blocks of the level before; blocks of
     the last are the samples. No block is longer than 64 rows. Built once. Needs batch_size > 0.
     """
-    if coords._segments is None:
-        coords._segments = _build(coords)
-    return coords._segments
+    tensors = coords._of_index("segments", lambda: tuple(t for level in _build(coords) for t in level), WHAT)
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
 class _SampleSum(torch.autograd.Function):

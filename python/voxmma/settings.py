@@ -5,9 +5,12 @@ order, its own argument, the run-time value, the environment variable (read once
 rule where there is one, and the default. The first level that has a value decides; an explicit False is a
 value like any other.
 
-Run-time values are process-wide, as torch's own flags are. Both levels are one immutable `Settings` object
-that is replaced as a whole, so a call on any thread sees a consistent state, and saving and restoring is
-assigning it back. Everything a call reads here is plain Python that torch.compile guards on: changing a
+Run-time values are process-wide, as torch's own flags are: the `set_` functions change them, and `override`
+does for the length of a block. Blocks may end in any order and in any thread: what holds is what was set, and
+on top of it the values of the blocks that are open, in the order in which they began.
+
+Both levels are one immutable `Settings` object that is replaced as a whole, so a call on any thread sees a
+consistent state. Everything a call reads here is plain Python that torch.compile guards on: changing a
 setting recompiles, it does not go unseen.
 """
 
@@ -17,7 +20,7 @@ import functools
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,7 +28,8 @@ from typing import Any
 
 import torch
 
-from voxmma import _C
+from voxmma import _C, torchflags
+from voxmma._types import integer
 
 #: What may decide the accumulator of a call, strongest first.
 LEVELS = ("module", "runtime", "environment", "inference_mode", "default")
@@ -50,6 +54,8 @@ class Settings:
     dgrad_algo_mode: AlgoMode | None = None
     wgrad_algo_mode: AlgoMode | None = None
     pcoff_f16acc_small_ch_ceil: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    shared_memory: int | None = None
     cache_dir: str | None = None
 
 
@@ -82,6 +88,19 @@ def _parse_fp32_precision(text: str) -> str:
 def _parse_ceiling(text: str) -> int:
     if not re.fullmatch(r"\d+", text.strip()):
         raise ValueError("expected a number of channels, 0 or more")
+    return int(text)
+
+
+def _parse_capability(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)\.(\d)", text.strip())
+    if match is None or int(match[1]) < 8:
+        raise ValueError("expected a compute capability of 8.0 or newer, such as 8.6")
+    return int(match[1]), int(match[2])
+
+
+def _parse_shared_memory(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text.strip()):
+        raise ValueError("expected a number of bytes, 1 or more, such as 101376")
     return int(text)
 
 
@@ -120,6 +139,8 @@ _ENVIRONMENT = {
     "dgrad_algo_mode": ("VOXMMA_DGRAD_ALGO_MODE", lambda text: parse_algo_mode(text, "dgrad")),
     "wgrad_algo_mode": ("VOXMMA_WGRAD_ALGO_MODE", lambda text: parse_algo_mode(text, "wgrad")),
     "pcoff_f16acc_small_ch_ceil": ("VOXMMA_PCOFF_F16ACC_SMALL_CH_CEIL", _parse_ceiling),
+    "compute_capability": ("VOXMMA_COMPUTE_CAPABILITY", _parse_capability),
+    "shared_memory": ("VOXMMA_SHARED_MEMORY", _parse_shared_memory),
     "cache_dir": ("VOXMMA_CACHE_DIR", _parse_cache_dir),
 }
 
@@ -137,8 +158,10 @@ def read_environment(environ: Mapping[str, str]) -> Settings:
 
 
 _environment = read_environment(os.environ)
-_runtime = Settings()
-_lock = threading.Lock()
+_base = Settings()  # what was set outside of scopes
+_scopes: list[dict[str, Any]] = []  # values of the scopes that are open, in the order in which they began
+_runtime = _base  # both together
+_lock = threading.RLock()  # a scope may be ended by the garbage collector, wherever that runs
 
 
 def _effective(field: str) -> Any:
@@ -160,17 +183,39 @@ def snapshot() -> Settings:
 
 
 def restore(saved: Settings) -> None:
-    """Puts back what `snapshot` returned."""
-    global _runtime
+    """Puts back what `snapshot` returned; where a scope is open, its values, until it ends."""
+    global _base
     if not isinstance(saved, Settings):
         raise TypeError(f"saved must come from snapshot(), got {type(saved).__name__}")
     with _lock:
-        _runtime = saved
+        if not _scopes:
+            _base = saved
+            _compose()
+            return
+        _assign({f.name: getattr(saved, f.name) for f in fields(Settings)})
 
 
-def _set(**values: Any) -> Settings:
-    """Sets run-time values after checking them and returns the former state."""
+def _compose() -> None:
+    """The run-time level anew; the very object of `_base` where no scope is open. Under the lock."""
     global _runtime
+    values = {name: value for scope in _scopes for name, value in scope.items()}
+    _runtime = replace(_base, **values) if values else _base
+
+
+def _assign(values: Mapping[str, Any]) -> None:
+    """Values where they take effect: in the last scope that has them, else in `_base`. Under the lock."""
+    global _base
+    for name, value in values.items():
+        owner = next((scope for scope in reversed(_scopes) if name in scope), None)
+        if owner is not None:
+            owner[name] = value
+        elif getattr(_base, name) is not value:
+            _base = replace(_base, **{name: value})
+    _compose()
+
+
+def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Run-time values as `Settings` holds them; TypeError or ValueError naming the first that is none."""
     checked: dict[str, Any] = {}
     for name, value in values.items():
         if value is None:
@@ -190,18 +235,47 @@ def _set(**values: Any) -> Settings:
             except ValueError as error:
                 raise ValueError(f"{name}={value!r}: {error}") from None
         elif name == "pcoff_f16acc_small_ch_ceil":
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            channels = integer(value)
+            if channels is None or channels < 0:
                 raise ValueError(f"{name} must be a number of channels, 0 or more, got {value!r}")
+            checked[name] = channels
+        elif name == "compute_capability":
+            ok = isinstance(value, tuple) and len(value) == 2 and all(type(v) is int for v in value)
+            if not ok or value < (8, 0):
+                raise ValueError(f"{name} must be a tuple such as (8, 6), (8, 0) or newer, got {value!r}")
+            checked[name] = value
+        elif name == "shared_memory":
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a number of bytes, 1 or more, got {value!r}")
             checked[name] = value
         elif name == "cache_dir":
             checked[name] = os.fspath(value)
         else:
             known = ", ".join(field.name for field in fields(Settings))
             raise TypeError(f"unknown setting {name!r}; settings are {known}")
+    return checked
+
+
+def _set(**values: Any) -> None:
+    """Sets run-time values after checking them."""
+    checked = _checked(values)
     with _lock:
-        former = _runtime
-        _runtime = replace(_runtime, **checked)
-    return former
+        _assign(checked)
+
+
+def begin(**values: Any) -> Callable[[], None]:
+    """Begins what `override` does; the function returned ends it (once; later calls of it do nothing)."""
+    scope = _checked(values)
+    with _lock:
+        _scopes.append(scope)
+        _compose()
+
+    def end() -> None:
+        with _lock:
+            _scopes[:] = [other for other in _scopes if other is not scope]
+            _compose()
+
+    return end
 
 
 @contextmanager
@@ -209,16 +283,15 @@ def override(**values: Any) -> Iterator[None]:
     """Run-time settings for the length of a `with` block, by the names of `Settings`; None means unset.
 
     Example: `with voxmma.settings.override(fp16_accum=True, fwd_algo_mode="all"): ...`. Process-wide while it
-    lasts. On the way out, also after an exception, the named settings (and no others) get their former values
-    back.
+    lasts: calls of every thread see it. Where blocks overlap, the one that began last decides; on the way
+    out, also after an exception, a block takes away its own values and nothing else. A `set_` function called
+    inside takes effect at once, for what a block names until that block ends.
     """
-    former = _set(**values)
+    end = begin(**values)
     try:
         yield
     finally:
-        global _runtime
-        with _lock:
-            _runtime = replace(_runtime, **{name: getattr(former, name) for name in values})
+        end()
 
 
 # ---- fp16 accumulation -------------------------------------------------------------------------------------
@@ -298,11 +371,7 @@ def set_fp32_precision(value: str | None) -> None:
 
 @torch.compiler.assume_constant_result
 def _torch_fp32_precision() -> str:  # torch.compile guards on torch's TF32 state by itself
-    matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)  # torch >= 2.9
-    if precision is None:
-        return "tf32" if matmul.allow_tf32 else "ieee"
-    return "tf32" if precision == "tf32" else "ieee"
+    return torchflags.process_fp32_precision()
 
 
 def get_fp32_precision() -> str:
@@ -336,10 +405,27 @@ def get_pcoff_f16acc_small_ch_ceil() -> int:
     return _effective("pcoff_f16acc_small_ch_ceil") or 0
 
 
+#: A smaller card to behave like: compute capability, bytes of shared memory a block; None: the device's own.
+Limits = tuple[tuple[int, int] | None, int | None]
+NO_LIMITS: Limits = (None, None)
+
+
+def get_limits() -> Limits:
+    """What VOXMMA_COMPUTE_CAPABILITY and VOXMMA_SHARED_MEMORY, or the run time, allow the tiles of a device.
+
+    Checked against the device where tiles are chosen (voxmma.tiles.card).
+    """
+    chosen, fallback = _runtime, _environment
+    return (
+        chosen.compute_capability or fallback.compute_capability,
+        chosen.shared_memory or fallback.shared_memory,
+    )
+
+
 #: What the settings say about the choice of tiles, beside the accumulator request: pools of forward, input
-#: gradient and weight gradient, small-channel ceiling, fp32 precision.
-Pools = tuple[AlgoMode, AlgoMode, AlgoMode, int, str]
-DEFAULT_POOLS: Pools = (("auto",), ("auto",), ("auto",), 0, "ieee")
+#: gradient and weight gradient, small-channel ceiling, fp32 precision, limits.
+Pools = tuple[AlgoMode, AlgoMode, AlgoMode, int, str, Limits]
+DEFAULT_POOLS: Pools = (("auto",), ("auto",), ("auto",), 0, "ieee", NO_LIMITS)
 
 
 def get_pools(dtype: torch.dtype = torch.float32) -> Pools:
@@ -354,6 +440,7 @@ def get_pools(dtype: torch.dtype = torch.float32) -> Pools:
         chosen.wgrad_algo_mode or fallback.wgrad_algo_mode or ("auto",),
         get_pcoff_f16acc_small_ch_ceil(),
         get_fp32_precision() if dtype == torch.float32 else "ieee",
+        get_limits(),
     )
 
 

@@ -9,26 +9,105 @@ One call in `every` of each sparse convolution layer is checked: `rows` of its o
 against fp64 on the very operands the kernel read, held to the worst-case bound of the mode that ran
 (accuracy.bound). Such a call waits for the device; the others cost a counter. On a breach the layer is set to
 fp32 accumulators, which an explicit False makes final, with one warning and an entry in `breaches`.
+
+A model may run in several threads at once. A copy of a watched model (deepcopy, pickle, an EMA) is a plain
+one: `verify` it, too.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from voxmma import accuracy
+from voxmma import accuracy, torchflags
 from voxmma.explain import Record
 from voxmma.kernel_map import KernelMap
 from voxmma.overflow import rescaled_floor
 
-Observer = Callable[[Tensor, Tensor, "Tensor | None", KernelMap, Tensor, Record], None]
+Observer = Callable[[str, Tensor, Tensor, "Tensor | None", KernelMap, Tensor, Record], None]
+"""(name of the layer, x, weight, bias, map, y, record) of a finished call"""
 
-_observers: list[Observer] = []
+
+class Hook:
+    """A hook of a module. Copies (deepcopy, pickle) of the module have one that does nothing in its place."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        return self.hook(*args)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return no_hook
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def no_hook(*args: object) -> None:
+    """What copies have in place of a `Hook`."""
+
+
+def _no_hook() -> Callable[..., None]:
+    return no_hook
+
+
+class Listener:
+    """Shows an observer every finished call of some layers, from now until `remove`. Keeps no layer alive."""
+
+    def __init__(self, layers: Mapping[str, nn.Module], observer: Observer) -> None:
+        global _observers
+        self._layers = WeakValueDictionary(layers)
+        self._observer = observer
+        self._own = threading.local()
+        self._hooks = []
+        for name, layer in layers.items():
+            enter, leave = Hook(partial(self._enter, name)), Hook(partial(self._leave, name))
+            self._hooks.append(layer.register_forward_pre_hook(enter))
+            self._hooks.append(layer.register_forward_hook(leave, always_call=True))
+        with _lock:
+            _observers = (*_observers, self)
+
+    @property
+    def _running(self) -> list[str]:
+        """Layers whose forward has begun in this thread, the innermost last."""
+        names: list[str] = self._own.__dict__.setdefault("names", [])
+        return names
+
+    def _enter(self, name: str, module: nn.Module, inputs: object) -> None:
+        if not torch.compiler.is_compiling():
+            self._running.append(name)
+
+    def _leave(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
+        if not torch.compiler.is_compiling():
+            running = self._running
+            while name in running and running.pop() != name:  # those above it failed to leave
+                pass
+
+    def hear(self, *call: Any) -> None:
+        """Shows a call that has finished in this thread, if one of these layers made it."""
+        if self._running:
+            self._observer(self._running[-1], *call)
+
+    def remove(self) -> None:
+        """Shows no further call. Those under way in other threads may still be shown."""
+        global _observers
+        with _lock:
+            _observers = tuple(observer for observer in _observers if observer is not self)
+        for hook in self._hooks:
+            hook.remove()
+
+
+_observers: tuple[Listener, ...] = ()
+_lock = threading.Lock()
 
 
 def observed() -> bool:
@@ -39,10 +118,10 @@ def observed() -> bool:
 def observe(
     x: Tensor, weight: Tensor, bias: Tensor | None, mapping: KernelMap, y: Tensor, record: Record
 ) -> None:
-    """Shows a finished call to the observers; convolution functions call it once. Compiled calls do not."""
+    """Shows a finished call to who listens; convolution functions call it once. Compiled calls do not."""
     if _observers and not torch.compiler.is_compiling():
-        for observer in tuple(_observers):
-            observer(x.detach(), weight.detach(), bias, mapping, y.detach(), record)
+        for observer in _observers:
+            observer.hear(x.detach(), weight.detach(), bias, mapping, y.detach(), record)
 
 
 def limit(x: Tensor, weight: Tensor, record: Record, biased: bool = False) -> accuracy.Bound:
@@ -118,44 +197,47 @@ def check(
 ) -> tuple[accuracy.Errors, accuracy.Bound]:
     """Errors of the given output rows, and the bound that they should keep. Waits for the device.
 
-    Cells whose fp64 value is beyond the output's range count as right when they are infinite with its sign.
+    Cells whose fp64 value is beyond the output's range count as right when they are infinite with its sign,
+    and cells whose fp64 value is not finite, as their own operands are not, when they are not finite either.
     """
+    with torchflags.undisturbed():
+        return _check(x, weight, bias, mapping, y, record, rows)
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mapping: KernelMap,
+    y: Tensor,
+    record: Record,
+    rows: Tensor,
+) -> tuple[accuracy.Errors, accuracy.Bound]:
     y64, abs64 = reference(x, weight, bias, mapping, rows, record)
     got = y[rows.to(y.device)].double()
     largest = accuracy.FORMATS[accuracy.format_name(record.out_dtype)].max
     unbounded = (y64.abs() > largest) & (got == torch.sign(y64) * torch.inf)
-    got = torch.where(unbounded, y64, got)
+    right = unbounded | ~(y64.isfinite() | got.isfinite())
+    got, y64, abs64 = (t.masked_fill(right, 0) for t in (got, y64, abs64))
     bound = limit(x, weight, record, bias is not None)
     return accuracy.errors(got, y64, abs64, bound.floor), bound
 
 
-class Watch:
+class Watch(Listener):
     """What `verify` returns: counters, breaches, and `remove()`."""
 
     def __init__(self, layers: dict[str, Any], every: int, rows: int, seed: int) -> None:
         self.breaches: list[Breach] = []
         self.calls = dict.fromkeys(layers, 0)
         self.checked = dict.fromkeys(layers, 0)
-        self._layers, self._every, self._rows = layers, every, rows
+        self._every, self._rows = every, rows
         self._generator = torch.Generator().manual_seed(seed)
-        self._running: list[str] = []
-        self._hooks = []
-        for name, layer in layers.items():
-            self._hooks.append(layer.register_forward_pre_hook(self._enter(name)))
-            self._hooks.append(layer.register_forward_hook(self._leave, always_call=True))
-        _observers.append(self._observe)
-
-    def _enter(self, name: str) -> Callable[[nn.Module, object], None]:
-        def hook(module: nn.Module, inputs: object) -> None:
-            self._running.append(name)
-
-        return hook
-
-    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
-        self._running.pop()
+        self._lock = threading.Lock()  # the layers may run in several threads
+        super().__init__(layers, self._observe)
 
     def _observe(
         self,
+        name: str,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -163,34 +245,31 @@ class Watch:
         y: Tensor,
         record: Record,
     ) -> None:
-        if not self._running:
-            return
-        name = self._running[-1]
-        call = self.calls[name]
-        self.calls[name] += 1
-        if call % self._every or y.numel() == 0:
-            return
-        self.checked[name] += 1
-        rows = torch.randperm(len(y), generator=self._generator)[: self._rows]
+        with self._lock:
+            call = self.calls[name]
+            self.calls[name] += 1
+            if call % self._every or y.numel() == 0:
+                return
+            self.checked[name] += 1
+            rows = torch.randperm(len(y), generator=self._generator)[: self._rows]
         bias = None if bias is None else bias.detach()
         errors, bound = check(x, weight, bias, mapping, y, record, rows)
         if not errors.within(bound):
             self._demote(Breach(name, call, record, errors, bound))
 
     def _demote(self, breach: Breach) -> None:
-        first = not any(found.layer == breach.layer for found in self.breaches)
-        self.breaches.append(breach)
-        layer = self._layers[breach.layer]
-        layer.use_fp16_accum, layer.accumulator = False, None
+        with self._lock:
+            first = not any(found.layer == breach.layer for found in self.breaches)
+            self.breaches.append(breach)
+        layer: Any = self._layers.get(breach.layer)
+        if layer is not None:
+            layer.use_fp16_accum, layer.accumulator = False, None
         if first:
             warnings.warn(f"shadow verification: {breach}; the layer runs in fp32 from now on", stacklevel=2)
 
     def remove(self) -> None:
         """Stops watching. Layers that were demoted stay so."""
-        for hook in self._hooks:
-            hook.remove()
-        if self._observe in _observers:
-            _observers.remove(self._observe)
+        super().remove()
 
 
 def sparse_layers(model: nn.Module) -> dict[str, Any]:

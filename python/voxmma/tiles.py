@@ -20,17 +20,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from voxmma import _C, settings, tunecache
-from voxmma.settings import DEFAULT_POOLS, AlgoMode, Pools
+from voxmma.settings import DEFAULT_POOLS, AlgoMode, Limits, Pools
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
-#: Capabilities with more than 99 KB of shared memory a block.
-_LARGE_SHARED_MEMORY = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3)}
+#: KB of shared memory a block may have, by capability: CUDA Programming Guide, "Compute Capabilities",
+#: "Maximum amount of shared memory per thread block". All others from 8.0 on have _LEAST_SHARED_MEMORY.
+_SHARED_MEMORY = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+_LEAST_SHARED_MEMORY = 99
 #: Groups of fewer channels fill less than half of one MMA step and run on plain FMAs.
 _MMA_MIN_GROUP_CHANNELS = 8
 #: Fewest reduced channels for which the wgmma pipeline is worth its fill.
@@ -64,13 +66,66 @@ def accumulator_label(name: str, chunk: int = 0) -> str:
     return f"{name}:{'offset' if chunk == -1 else chunk}" if name == _PROMOTED else name
 
 
+class Card(NamedTuple):
+    """What tiles are chosen for: a device as the settings let it appear, or any device of a capability."""
+
+    capability: tuple[int, int]
+    shared_memory: int
+    """bytes that a block may have"""
+    code: tuple[int, int]
+    """the capability whose code is run: the device's own, whatever the settings say"""
+    limited: str = ""
+    """what the settings changed, for reports"""
+
+
+def shared_memory_of(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that a block may have on devices of a compute capability."""
+    return 1024 * _SHARED_MEMORY.get(capability, _LEAST_SHARED_MEMORY)
+
+
+def card(target: torch.device | tuple[int, int], limits: Limits | None = None) -> Card:
+    """The card that tiles are chosen for.
+
+    Args:
+        target: a CUDA device, asked itself; or a compute capability, to which no setting applies.
+        limits: what settings.get_limits() answered; None asks it.
+
+    Raises ValueError where the settings ask for a newer card or for more shared memory than the device has.
+    """
+    if isinstance(target, tuple):
+        return Card(target, shared_memory_of(target), target)
+    index = torch.cuda.current_device() if target.index is None else target.index
+    own = torch.cuda.get_device_capability(target)
+    capability, memory = own, _C.shared_memory(index) if _C.HAS_CUDA else shared_memory_of(own)
+    asked, asked_memory = settings.get_limits() if limits is None else limits
+    said = ""
+    if asked is not None:
+        if asked > own:
+            raise ValueError(
+                f"compute_capability={asked} (VOXMMA_COMPUTE_CAPABILITY): cuda:{index} has {own[0]}.{own[1]} "
+                f"and cannot behave like a newer card"
+            )
+        capability, memory = asked, min(memory, shared_memory_of(asked))
+        said = f", as if of capability {asked[0]}.{asked[1]}"
+    if asked_memory is not None:
+        if asked_memory > memory:
+            raise ValueError(
+                f"shared_memory={asked_memory} (VOXMMA_SHARED_MEMORY): cuda:{index} allows {memory} bytes a "
+                f"block{said}"
+            )
+        memory = asked_memory
+    if (capability, asked_memory) != (own, None):
+        said += f", with {memory:,} bytes of shared memory a block"
+    return Card(capability, memory, own, said)
+
+
 @dataclass(frozen=True)
 class Tile:
     """One compiled kernel. `op` is 'fprop' (forward and input gradient) or 'wgrad'.
 
     fprop: m output rows x n output channels x k-channel chunks; wgrad: m x n block of dW, k rows a step.
     `promote`: channels between promotions of an fp16 (or 3xTF32) sum to fp32 (0 never, -1 every offset).
-    `arch`: 80 runs on sm_80 and newer, 90 on sm_90 only.
+    `arch`: 80 runs on sm_80 and newer, 90 on sm_90 only. `shared_memory`: bytes a block is given at launch.
     """
 
     name: str
@@ -84,6 +139,7 @@ class Tile:
     atom: str
     promote: int
     arch: int
+    shared_memory: int
 
     @property
     def scheme(self) -> str:
@@ -91,25 +147,27 @@ class Tile:
         tail = self.name.rpartition("_")[2]
         return tail if tail in ("3xtf32", "tf32") else ""
 
-    @property
-    def needs_large_shared_memory(self) -> bool:
-        """More than 99 KB a block: fprop with 128-byte chunks, wgrad with two stages (plain FMAs never)."""
-        row_bytes = self.k * (4 if self.input == "fp32" else 2)
-        return self.atom != "SIMT" and (row_bytes > 64 if self.op == "fprop" else self.stages > 1)
+    def obstacle(self, card: Card) -> str:
+        """Why a card cannot run this build's kernel; empty where it can."""
+        (major, minor), archs = card.capability, " ".join(_C.CUDA_ARCHS)
+        if self.arch == 90 and card.capability != (9, 0):
+            return f"{self.name} runs on sm_90 only, not on sm_{major}{minor}"
+        if not _C.build_runs_on(archs, self.arch, *card.code):
+            return f"this voxmma was built for {', '.join(_C.CUDA_ARCHS)}"
+        if self.shared_memory > card.shared_memory:
+            return (
+                f"{self.name} needs {self.shared_memory:,} bytes of shared memory a block, "
+                f"sm_{major}{minor} allows {card.shared_memory:,}"
+            )
+        return ""
 
-    def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether a device of this compute capability can run this build's kernel."""
-        if not built_for(capability) or (self.arch == 90 and capability != (9, 0)):
-            return False
-        if self.needs_large_shared_memory and capability not in _LARGE_SHARED_MEMORY:
-            return False
-        return capability[0] * 10 + capability[1] >= self.arch
+    def runs_on(self, card: Card) -> bool:
+        """Whether a card can run this build's kernel."""
+        return not self.obstacle(card)
 
     @property
     def architectures(self) -> str:
-        if self.arch == 90:
-            return "sm_90"
-        return f"sm_{self.arch} and newer{', > 99 KB' if self.needs_large_shared_memory else ''}"
+        return "sm_90" if self.arch == 90 else f"sm_{self.arch} and newer"
 
     @property
     def channel_rule(self) -> str:
@@ -142,17 +200,6 @@ def chunk_of(tile: str) -> int:
     return next((row.promote for row in compiled() if row.name == tile), 0)
 
 
-def built_for(capability: tuple[int, int]) -> bool:
-    """Whether this build holds machine code (or PTX) for a device: 9.0a serves 9.0 only, 8.0 every 8.x."""
-    for arch in _C.CUDA_ARCHS:
-        major, minor = (int(part.rstrip("a")) for part in arch.removesuffix("+PTX").split("."))
-        if (major, minor) == capability or (arch.endswith("+PTX") and (major, minor) <= capability):
-            return True
-        if "a" not in arch and major == capability[0] and minor <= capability[1]:
-            return True
-    return False
-
-
 @dataclass(frozen=True)
 class TileChoice:
     """A tile name ('cpu', 'cpu_p64', 'cpu_tf32', ... on the CPU) and why it was chosen."""
@@ -169,10 +216,12 @@ def legal(
     op: str,
     dtype: torch.dtype,
     accumulator: str,
-    capability: tuple[int, int],
+    card: Card | None,
     fp32_precision: str = "ieee",
 ) -> list[Tile]:
-    """The tiles that can run an operation, whatever its channels: arguments as of `select_tile`.
+    """The tiles that can run an operation on a card (None: on any), whatever its channels.
+
+    The other arguments are those of `select_tile`.
 
     For fp32 operands and 'tf32' single-pass TF32 tiles and plain FMAs, where there is such a tile.
     """
@@ -183,7 +232,7 @@ def legal(
         for tile in compiled()
         if (tile.op, tile.input, tile.accum) == (kind, DTYPE_NAMES[dtype], accum)
         and (accum != _PROMOTED or tile.promote == chunk)
-        and tile.runs_on(capability)
+        and (card is None or tile.runs_on(card))
     ]
     single_pass = [tile for tile in pool if tile.scheme == "tf32"]
     if dtype == torch.float32 and fp32_precision == "tf32" and single_pass:
@@ -196,6 +245,12 @@ def _tuned(op: str, won: tunecache.Winner, heuristic: str) -> str:
     found = "the heuristic's choice confirmed" if won.tile == heuristic else f"{won.gain:.2f}x {heuristic}"
     again = f", {won.measurements} measurements" if won.measurements > 1 else ""
     return f"{op} tuned: {found}, of {won.tiles} tiles{again}"
+
+
+def _why_not(names: AlgoMode, card: Card) -> str:
+    """What keeps tiles from running on a card, to be added to a sentence."""
+    found = [tile.obstacle(card) for tile in compiled() if tile.name in names]
+    return "".join(f"; {obstacle}" for obstacle in found if obstacle)
 
 
 def _covering(block: int, channels: int) -> tuple[bool, int]:
@@ -214,6 +269,7 @@ def select_tile(
     mode: AlgoMode = ("auto",),
     fp32_precision: str = "ieee",
     volume: int = 0,
+    limits: Limits | None = None,
 ) -> TileChoice:
     """Chooses the tile of one operation: the one that `voxmma tune` found fastest, else by a heuristic.
 
@@ -225,11 +281,12 @@ def select_tile(
         c_in, c_out: channels of the layer (all groups together), whatever `op` is.
         target: a device, or a compute capability such as (9, 0).
         mode: the tile pool, as settings.get_algo_mode(op) gives it. Names limit the pool to tiles that can
-            run this call; when none can, the whole pool is used and the reason says so.
+            run this call; when none can, the whole pool is used and the reason says so, and why.
         fp32_precision: for fp32 inputs: 'ieee' never takes a single-pass TF32 tile, 'tf32' takes one where
             there is one.
         volume: offsets of the kernel; measurements (voxmma.tunecache) are asked where it is given, `target`
             is a device and `mode` a word.
+        limits: of a device, as settings.get_limits() gives them; None asks it.
 
     Raises RuntimeError naming what is missing when this build has no kernel for the call.
     """
@@ -243,20 +300,26 @@ def select_tile(
         if device.type == "cpu":
             suffix = f"_p{'off' if chunk_wanted == -1 else chunk_wanted}" if chunk_wanted else ""
             return TileChoice(f"cpu{'_tf32' if tf32 else suffix}", "CPU path")
-        target = torch.cuda.get_device_capability(device)
+    here = card(target if isinstance(target, tuple) else torch.device(target), limits)
+    sm = f"sm_{here.capability[0]}{here.capability[1]}"
     kind = "wgrad" if op == "wgrad" else "fprop"
     reduced, written = (
         (c_out // groups, c_in // groups) if op == "dgrad" else (c_in // groups, c_out // groups)
     )
 
-    pool = legal(op, dtype, accumulator, target, fp32_precision)
+    pool = legal(op, dtype, accumulator, here, fp32_precision)
     tf32 = tf32 and any(tile.scheme == "tf32" for tile in pool)
     if not pool:
+        what = (
+            f"no {kind} kernel for {DTYPE_NAMES[dtype]} inputs with {accumulator} accumulators runs on {sm}"
+        )
+        anywhere = legal(op, dtype, accumulator, None, fp32_precision)
+        if anywhere and _C.build_runs_on(" ".join(_C.CUDA_ARCHS), 80, *here.code):
+            raise RuntimeError(f"{what}: {min(anywhere, key=lambda t: t.shared_memory).obstacle(here)}")
         built = f"for {', '.join(_C.CUDA_ARCHS)}" if compiled() else "without CUDA"
         raise RuntimeError(
-            f"no {kind} kernel for {DTYPE_NAMES[dtype]} inputs with {accumulator} accumulators runs on "
-            f"sm_{target[0]}{target[1]}: this voxmma was built {built}; rebuild with TORCH_CUDA_ARCH_LIST="
-            f"{target[0]}.{target[1]}{'a' if target[0] == 9 else ''}"
+            f"{what}: this voxmma was built {built}; rebuild with TORCH_CUDA_ARCH_LIST="
+            f"{here.code[0]}.{here.code[1]}{'a' if here.code[0] == 9 else ''}"
         )
     note = ""
     free = mode[0] in settings.ALGO_MODE_WORDS
@@ -265,7 +328,7 @@ def select_tile(
         note = (
             f" of {op} pool [{', '.join(mode)}]"
             if named
-            else f" ({op} pool [{', '.join(mode)}] cannot run this)"
+            else f" ({op} pool [{', '.join(mode)}] cannot run this{_why_not(mode, here)})"
         )
         pool = named or pool
 
@@ -307,9 +370,9 @@ def select_tile(
         passes = (
             "three TF32 products, ieee accuracy" if best.scheme == "3xtf32" else "operands rounded to tf32"
         )
-        why = f"{passes}; {written} output and {reduced} reduced channels on sm_{target[0]}{target[1]}"
+        why = f"{passes}; {written} output and {reduced} reduced channels on {sm}{here.limited}"
     else:
-        why = f"{written} output and {reduced} reduced channels on sm_{target[0]}{target[1]}"
+        why = f"{written} output and {reduced} reduced channels on {sm}{here.limited}"
     return TileChoice(best.name, why + note)
 
 
@@ -400,7 +463,7 @@ def _plan_call(
 
     `tuned`: the same of the measurements, tunecache.stamp().
     """
-    fwd_mode, dgrad_mode, wgrad_mode, small_ch_ceil, fp32_precision = pools
+    fwd_mode, dgrad_mode, wgrad_mode, small_ch_ceil, fp32_precision, limits = pools
     on_cpu = isinstance(target, torch.device) and target.type == "cpu"
     exact = "fp64" if dtype == torch.float64 else "fp32"
     shape = (c_in, c_out, groups, target)
@@ -408,9 +471,10 @@ def _plan_call(
 
     def tiles_for(accumulator: str, reason: str) -> Plan:
         operands = dtype if accumulator == exact else torch.float16
-        forward = select_tile("fwd", operands, accumulator, *shape, fwd_mode, fp32_precision, volume)
-        dgrad = select_tile("dgrad", operands, accumulator, *shape, dgrad_mode, fp32_precision, volume)
-        wgrad = select_tile("wgrad", dtype, exact, *shape, wgrad_mode, fp32_precision, volume)
+        rest = (fp32_precision, volume, limits)
+        forward = select_tile("fwd", operands, accumulator, *shape, fwd_mode, *rest)
+        dgrad = select_tile("dgrad", operands, accumulator, *shape, dgrad_mode, *rest)
+        wgrad = select_tile("wgrad", dtype, exact, *shape, wgrad_mode, *rest)
         reasons = [reason, forward.reason]
         for choice, mode in ((dgrad, dgrad_mode), (wgrad, wgrad_mode)):
             said = choice.tuned or mode[0] not in settings.ALGO_MODE_WORDS
@@ -425,7 +489,7 @@ def _plan_call(
         """
         try:
             chosen = [
-                select_tile(op, torch.float16, narrow, *shape, mode, volume=volume).name
+                select_tile(op, torch.float16, narrow, *shape, mode, volume=volume, limits=limits).name
                 for op, mode in (("fwd", fwd_mode), ("dgrad", dgrad_mode))
             ]
         except RuntimeError as error:
@@ -547,6 +611,7 @@ class TableRow:
     inputs: str
     accumulator: str
     architectures: str
+    shared_memory: int
     channel_rule: str
     in_pool: bool
     ours: str = ""
@@ -564,6 +629,7 @@ class TileTable(Sequence[TableRow]):
         "inputs",
         "accumulator",
         "architectures",
+        "shared_memory",
         "channel_rule",
     )
 
@@ -638,12 +704,11 @@ def tiles(device: torch.device | str | None = None) -> TileTable:
     if device is None:
         device = "cuda" if _C.HAS_CUDA and torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    here = card(device) if device.type == "cuda" else None
     modes = {op: settings.get_algo_mode(op) for op in settings.OPS}
     rows = []
     for tile in compiled():
         ops = ("wgrad",) if tile.op == "wgrad" else ("fwd", "dgrad")
-        here = capability is not None and tile.runs_on(capability)
         rows.append(
             TableRow(
                 name=tile.name,
@@ -654,8 +719,10 @@ def tiles(device: torch.device | str | None = None) -> TileTable:
                 inputs=tile.input,
                 accumulator=tile.accum,
                 architectures=tile.architectures,
+                shared_memory=tile.shared_memory,
                 channel_rule=tile.channel_rule,
-                in_pool=here
+                in_pool=here is not None
+                and tile.runs_on(here)
                 and (tile.scheme != "tf32" or settings.get_fp32_precision() == "tf32")
                 and _admitted(tile.accum, (tile.name,), tuple(modes[op] for op in ops)),
             )
@@ -680,6 +747,7 @@ def tiles(device: torch.device | str | None = None) -> TileTable:
                 inputs=inputs,
                 accumulator=accumulator,
                 architectures="cpu",
+                shared_memory=0,
                 channel_rule="any C",
                 in_pool=on_cpu and possible,
             )
@@ -688,7 +756,7 @@ def tiles(device: torch.device | str | None = None) -> TileTable:
         c = published.channels
         try:
             ours = select_tile(
-                published.op, torch.float16, published.accum, c, c, 1, capability or (9, 0)
+                published.op, torch.float16, published.accum, c, c, 1, (9, 0) if here is None else device
             ).name
         except RuntimeError:
             ours = "not compiled here"
@@ -702,11 +770,12 @@ def tiles(device: torch.device | str | None = None) -> TileTable:
                 inputs="fp16" if published.accum == "fp16" else "fp16, bf16",
                 accumulator=published.accum,
                 architectures="published",
+                shared_memory=0,
                 channel_rule=published.rule,
                 in_pool=False,
                 ours=ours,
             )
         )
-    where = f"{device} (sm_{capability[0]}{capability[1]})" if capability else str(device)
+    where = f"{device} (sm_{here.code[0]}{here.code[1]}{here.limited})" if here else str(device)
     build = f"built for {', '.join(_C.CUDA_ARCHS)}" if _C.HAS_CUDA else "built without CUDA"
     return TileTable(rows, f"voxmma tiles, {build}; pool on {where}")

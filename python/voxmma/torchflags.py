@@ -19,15 +19,20 @@ impossible, and `restore` says so.
 
 While a snapshot is being taken the ancestors hold other values for some microseconds: take it while no other
 thread launches float32 work. Calls from several threads are serialised among themselves.
+
+`Hold` and `preserved` are scopes that may end in any order and in any thread; the last to end puts back what
+the first found. `pinned` has the switches at given values for one launch. Whatever here reads or changes the
+switches waits for the launches that are under way, and they for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -36,16 +41,23 @@ __all__ = [
     "Difference",
     "Flags",
     "FlagsError",
+    "Hold",
+    "can_be",
     "effective_fp32_precision",
+    "forbid_short_sums",
     "fp32_behaviour",
     "get_flag",
+    "pinned",
     "preserved",
+    "process_fp32_precision",
     "refuse_fp64",
     "restore",
+    "set_cpu_fp32",
     "set_flag",
     "set_tf32",
     "snapshot",
     "tf32_allowed",
+    "undisturbed",
 ]
 
 _C: Any = torch._C
@@ -104,9 +116,15 @@ class Flags:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Flags:
-        """Rebuilds what `to_json` wrote. Raises ValueError for a missing or an unknown part."""
+        """Rebuilds what `to_json` wrote. Raises ValueError for a missing, an unknown or a damaged part."""
         if not isinstance(data, dict) or set(data) != {"tree", "legacy", "plain"}:
             raise ValueError("a flags record has exactly the parts 'tree', 'legacy' and 'plain'")
+        for part, values in data.items():
+            if not isinstance(values, dict):
+                raise ValueError(f"{part} of a flags record is no dictionary")
+            for name, value in values.items():
+                if not can_be(part, name, value):
+                    raise ValueError(f"{part} of a flags record has {name} = {value!r}")
         return cls(tree=dict(data["tree"]), legacy=dict(data["legacy"]), plain=dict(data["plain"]))
 
     def differences(self, found: Flags) -> list[Difference]:
@@ -120,6 +138,20 @@ class Flags:
                 if a != b:
                     out.append(Difference(name if part != "tree" else f"fp32_precision[{name}]", a, b))
         return out
+
+
+def can_be(part: str, name: str, value: Any) -> bool:
+    """Whether a switch can have that value; of switches that this PyTorch does not have, anything."""
+    if part == "tree":
+        return value in ("none", "default", "ieee", "tf32", "bf16")
+    if name == "float32_matmul_precision":
+        return value in ("highest", "high", "medium")
+    if name == "cudnn_allow_tf32":
+        return isinstance(value, bool)
+    now = get_flag(name)
+    if isinstance(now, list):
+        return isinstance(value, list) and list(map(type, value)) == list(map(type, now))
+    return now is None or type(value) is type(now)
 
 
 # ---------------------------------------------------------------- independent switches
@@ -203,10 +235,29 @@ def set_flag(name: str, value: Any) -> None:
     if name not in _PLAIN:
         raise KeyError(f"unknown switch {name!r}; this PyTorch has {', '.join(sorted(_PLAIN))}")
     get, put = _PLAIN[name]
-    with _LOCK:
+    with _exclusive():
         put(value)
         if get() != value:
             raise FlagsError(f"{name} was set to {value!r} but reads {get()!r}")
+
+
+#: What PyTorch's libraries may do to the sums of 16-bit products: add them up in 16 bits.
+SHORT_SUMS = (
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_accumulation",
+    "cpu.allow_fp16_reduced_precision_reduction",
+    "sdp.math_allow_fp16_bf16_reduction",
+)
+
+
+def forbid_short_sums() -> None:
+    """Sums of 16-bit products in float32, by every switch that this PyTorch has."""
+    for name in SHORT_SUMS:
+        now = get_flag(name)
+        wanted = [False, *now[1:]] if isinstance(now, list) else False
+        if now not in (None, wanted):
+            set_flag(name, wanted)
 
 
 # ---------------------------------------------------------------- the fp32_precision tree
@@ -304,7 +355,7 @@ def _stored_legacy(tree: dict[str, str]) -> dict[str, Any]:
 
 def snapshot() -> Flags:
     """The stored state of every precision switch of this process. Changes nothing that outlasts the call."""
-    with _LOCK:
+    with _exclusive():
         tree = _stored_tree()
         legacy = _stored_legacy(tree)
         return Flags(tree=tree, legacy=legacy, plain={name: get() for name, (get, _) in _PLAIN.items()})
@@ -315,14 +366,17 @@ def restore(flags: Flags, parts: tuple[str, ...] = ("tree", "legacy", "plain")) 
 
     Args:
         flags: what `snapshot` returned.
-        parts: which parts of it; the others are left as they are now and not compared.
+        parts: which parts of it, or names of independent switches; the others are left as they are now and
+            not compared.
 
     Returns what could not be put back: empty when the state is exactly as it was. It never raises for a
     difference, so that a caller in a ``finally`` block can decide.
     """
-    with _LOCK:
+    with _exclusive():
         now = snapshot()
-        flags = Flags(**{part: getattr(flags if part in parts else now, part) for part in now.to_json()})
+        wanted_parts = {part: getattr(flags if part in parts else now, part) for part in now.to_json()}
+        named = {name: value for name, value in flags.plain.items() if name in parts}
+        flags = Flags(**{**wanted_parts, "plain": {**wanted_parts["plain"], **named}})
         if now == flags:
             return []
         for name, value in flags.plain.items():
@@ -344,6 +398,45 @@ def restore(flags: Flags, parts: tuple[str, ...] = ("tree", "legacy", "plain")) 
         return flags.differences(snapshot())
 
 
+class Hold:
+    """A scope of the switches: `release` puts parts of them back as they were when it was made.
+
+    Holds end in any order and in any thread: one that ends before a later one leaves what it found to that
+    one, so that the last to end puts back what the first found.
+
+    Args:
+        parts: as `restore` takes them.
+    """
+
+    def __init__(self, parts: tuple[str, ...] = ("tree", "legacy")) -> None:
+        with _exclusive():
+            self.found = snapshot()
+            plain = self.found.plain if "plain" in parts else ()
+            self._parts = {*parts, *plain} - {"plain"}
+            _holds.append(self)
+
+    def release(self) -> list[Difference]:
+        """Ends the scope; returns what could not be put back. A second call does nothing."""
+        with _exclusive():
+            if self not in _holds:
+                return []
+            later = _holds[_holds.index(self) + 1 :]
+            _holds.remove(self)
+            mine = []
+            for part in self._parts:
+                heir = next((hold for hold in later if part in hold._parts), None)
+                if heir is None:
+                    mine.append(part)
+                elif part in ("tree", "legacy"):
+                    heir.found = replace(heir.found, **{part: getattr(self.found, part)})
+                elif part in self.found.plain:
+                    heir.found.plain[part] = self.found.plain[part]
+            return restore(self.found, tuple(mine)) if mine else []
+
+
+_holds: list[Hold] = []  # that have not ended, in the order in which they were made
+
+
 @contextlib.contextmanager
 def preserved() -> Iterator[Flags]:
     """Context that puts every switch back on leaving, also after an exception.
@@ -351,33 +444,173 @@ def preserved() -> Iterator[Flags]:
     Raises FlagsError on leaving when the state could not be put back exactly (an exception already under way
     is kept, and a warning is given instead).
     """
-    before = snapshot()
+    hold = Hold(("tree", "legacy", "plain"))
     try:
-        yield before
+        yield hold.found
     except BaseException:
-        left = restore(before)
+        left = hold.release()
         if left:
             warnings.warn("precision flags not put back: " + "; ".join(map(str, left)), stacklevel=3)
         raise
-    left = restore(before)
+    left = hold.release()
     if left:
         raise FlagsError("precision flags not put back: " + "; ".join(map(str, left)))
 
 
+# ---------------------------------------------------------------- one launch
+class _Launches:
+    """Launches under way that rely on the switches; all of them want the same."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.wanted: Any = None
+        self.found: str | None = None  # fp32 precision of CUDA's products where it is held at another one
+        self.undo = contextlib.ExitStack()
+
+
+_launches = _Launches()
+_IDLE = threading.Condition(_LOCK)
+_own = threading.local()  # .launches: how many this thread is in
+
+
+def _forked() -> None:
+    """A child process has one thread, which is in no launch."""
+    global _LOCK, _IDLE, _launches
+    _LOCK = threading.RLock()
+    _IDLE, _launches = threading.Condition(_LOCK), _Launches()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+@contextlib.contextmanager
+def _exclusive() -> Iterator[None]:
+    """The lock, while no other thread is in a launch."""
+    with _LOCK:
+        while _launches.count > getattr(_own, "launches", 0):
+            _IDLE.wait()
+        yield
+
+
+@contextlib.contextmanager
+def pinned(
+    fp32_precision: str, device_type: str = "cpu", plain: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """For one launch: float32 products on ``device_type`` in this precision, and these values of `set_flag`.
+
+    Launches that want the same run side by side; others wait for each other. The switches are the process's,
+    so work that other threads launch meanwhile, outside of this package, sees them too. Switches that this
+    PyTorch does not have are left out. A CPU has 'ieee' alone.
+    """
+    wanted = (fp32_precision, device_type, plain)
+    with _LOCK:
+        while _launches.count and _launches.wanted != wanted:
+            _IDLE.wait()
+        if not _launches.count:
+            with contextlib.ExitStack() as stack:
+                _change(fp32_precision, device_type, plain or {}, stack)
+                _launches.undo, _launches.wanted = stack.pop_all(), wanted
+        _launches.count += 1
+    _own.launches = getattr(_own, "launches", 0) + 1
+    try:
+        yield
+    finally:
+        _own.launches -= 1
+        with _LOCK:
+            _launches.count -= 1
+            if not _launches.count:
+                try:
+                    _launches.undo.close()
+                finally:
+                    _launches.found = None
+                    _IDLE.notify_all()
+
+
+def _change(precision: str, device_type: str, plain: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+    """Sets what is not as wanted; ``undo`` gets what puts it back."""
+    for name, value in plain.items():
+        now = get_flag(name)
+        if isinstance(now, list):
+            value = [value, *now[1:]]
+        if now is not None and now != value:
+            put = _PLAIN[name][1]
+            undo.callback(put, now)
+            put(value)
+    if device_type == "cuda":
+        if any(effective_fp32_precision(op) != precision for op in ("matmul", "conv")):
+            undo.callback(restore, snapshot(), ("tree", "legacy"))
+            _launches.found = effective_fp32_precision("matmul")
+            set_tf32(precision == "tf32")
+    elif not HAS_TREE:
+        if torch.get_float32_matmul_precision() != "highest":
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+    elif off := [op for op in ("matmul", "conv") if effective_fp32_precision(op, device_type) != "ieee"]:
+        tree = _stored_tree()
+        for op in off:
+            undo.callback(_set, "mkldnn", op, tree[f"mkldnn.{op}"])
+            _set("mkldnn", op, "ieee")
+
+
+# ---------------------------------------------------------------- what surrounds a call
+class _Surroundings(threading.local):
+    """Policies that cast in this thread (`voxmma.policy`), the innermost last; None: none of them does."""
+
+    def __init__(self) -> None:
+        self.modes: list[Any] = []
+
+
+surroundings = _Surroundings()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Block whose operations run in the dtypes they are written in: autocast and policies stay outside."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        mark = _Undisturbed()
+        surroundings.modes.append(mark)
+        try:
+            yield
+        finally:
+            surroundings.modes.remove(mark)
+
+
+class _Undisturbed:
+    """Stands among the policies of a thread and casts nothing."""
+
+
 # ---------------------------------------------------------------- TF32
-def effective_fp32_precision(op: str) -> str:
-    """What float32 ``op`` ('matmul', 'conv', 'rnn') on CUDA runs in now: 'ieee' or 'tf32'."""
+def effective_fp32_precision(op: str, device_type: str = "cuda") -> str:
+    """What float32 ``op`` ('matmul', 'conv', 'rnn') may run in now.
+
+    'ieee' or 'tf32' on CUDA, 'ieee', 'tf32' or 'bf16' on a CPU, which does so where it has the instructions.
+    """
     if op not in ("matmul", "conv", "rnn"):
         raise ValueError(f"op is 'matmul', 'conv' or 'rnn', not {op!r}")
+    if device_type == "cpu":
+        if HAS_TREE:
+            found = _get("mkldnn", op)
+        else:
+            found = {"medium": "bf16"}.get(torch.get_float32_matmul_precision(), "ieee")
+        return found if found in ("tf32", "bf16") else "ieee"
     if HAS_TREE:
         return "tf32" if _get("cuda", op) == "tf32" else "ieee"
     allowed = _C._get_cublas_allow_tf32() if op == "matmul" else _C._get_cudnn_allow_tf32()
     return "tf32" if allowed else "ieee"
 
 
+def process_fp32_precision() -> str:
+    """What the process says of float32 products on CUDA, whatever a launch holds meanwhile (`pinned`)."""
+    with _LOCK:
+        return _launches.found or effective_fp32_precision("matmul")
+
+
 def tf32_allowed() -> bool:
     """The global TF32 setting: whether float32 matrix products on CUDA may use TF32 (off unless set)."""
-    return effective_fp32_precision("matmul") == "tf32"
+    return process_fp32_precision() == "tf32"
 
 
 def refuse_fp64(model: Any, what: str) -> None:
@@ -408,7 +641,7 @@ def set_tf32(on: bool, model: torch.nn.Module | None = None) -> None:
     """
     if model is not None:
         refuse_fp64(model, "TF32")
-    with _LOCK:
+    with _exclusive():
         if not HAS_TREE:
             _C._set_cublas_allow_tf32(on)
             _C._set_cudnn_allow_tf32(on)
@@ -437,12 +670,33 @@ def set_tf32(on: bool, model: torch.nn.Module | None = None) -> None:
             raise FlagsError(f"TF32 {'on' if on else 'off'} did not take for {', '.join(wrong)}")
 
 
+def set_cpu_fp32(tf32: bool) -> None:
+    """Makes float32 products on the CPU IEEE float32, or at most TF32, where the process allows less.
+
+    Before torch 2.9 that is `torch.set_float32_matmul_precision`, which is CUDA's, too.
+    """
+    with _exclusive():
+        allowed = ("ieee", "tf32") if tf32 else ("ieee",)
+        low = [op for op in ("matmul", "conv", "rnn") if effective_fp32_precision(op, "cpu") not in allowed]
+        if low and not HAS_TREE:
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        elif low:
+            for op in low:
+                _set("mkldnn", op, "ieee")
+
+
 def fp32_behaviour(device: str | torch.device, n: int = 64) -> dict[str, float]:
     """What float32 arithmetic does on ``device``: max eta of a matrix product and a convolution.
 
     eta = |y - y64| / sum|a||b| over all cells, reduction length ``n``. IEEE float32 stays below 1e-6, TF32 is
-    above 1e-5 (operands with 10 mantissa bits). Keys 'matmul' and 'conv'.
+    above 1e-5 (operands with 10 mantissa bits), whatever autocast or policy surrounds the call. Keys 'matmul'
+    and 'conv'.
     """
+    with undisturbed():
+        return _fp32_behaviour(device, n)
+
+
+def _fp32_behaviour(device: str | torch.device, n: int) -> dict[str, float]:
     gen = torch.Generator().manual_seed(20)
     a = torch.randn(256, n, generator=gen).to(device)
     b = torch.randn(n, 256, generator=gen).to(device)

@@ -34,7 +34,7 @@ from voxmma.explain import Record
 from voxmma.kernel_map import KernelMap, kernel_map
 from voxmma.plan import _observe
 from voxmma.shadow import sparse_layers
-from voxmma.tiles import DTYPE_NAMES, accumulator_label, legal, parse_accumulator, select_tile
+from voxmma.tiles import DTYPE_NAMES, accumulator_label, card, legal, parse_accumulator, select_tile
 from voxmma.timing import Clock, input_sets
 from voxmma.tunecache import Body, Key
 from voxmma.voxels import Voxels
@@ -213,10 +213,9 @@ def candidates(case: Case, op: str) -> tuple[list[str], dict[str, str]]:
     if device.type != "cuda":
         return [_heuristic(case, op)], {}
     dtype = next(dtype for dtype, name in DTYPE_NAMES.items() if name == key.dtype)
-    capability = torch.cuda.get_device_capability(device)
     default = _heuristic(case, op)
     names, refused = [], {}
-    for tile in legal(op, dtype, key.accumulator, capability, key.precision):
+    for tile in legal(op, dtype, key.accumulator, card(device), key.precision):
         if tile.atom == "SIMT" and key.dtype != "fp32" and tile.name != default:
             continue
         if tile.accum.startswith("fp16"):

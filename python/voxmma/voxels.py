@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import torch
 import torch.utils._pytree as pytree
 
+from voxmma._types import Triple, as_tensor, integer, positive_triple, three_integers
 from voxmma.coords import BATCH_MAX, COORD_MAX, COORD_MIN, CoordSet, check_columns
-from voxmma.points import FEATURE_DTYPES, REDUCTIONS, Number, Triple, merge, quantize
+from voxmma.points import FEATURE_DTYPES, REDUCTIONS, Number, merge, quantize
 
 if TYPE_CHECKING:
     from voxmma.explain import Record
@@ -40,7 +41,8 @@ class Voxels:
 
     Args:
         coords: (N, 4) int32 or int64 rows (batch, x, y, z); see CoordSet for the ranges. A CoordSet is shared
-            as it is. N may be 0. The row order is kept.
+            as it is. N may be 0. The row order is kept. Here and wherever coordinates, points and their
+            features are taken, a numpy array stands for the CPU tensor that shares its memory.
         feats: (N, C) fp16, bf16, fp32 or fp64 on the device of `coords`, any strides.
         batch_size: number of samples, empty ones included. Default: largest batch index + 1.
         stride: tensor stride per axis, one int or three: a record of how coarse the grid is. Coordinates at a
@@ -74,19 +76,21 @@ class Voxels:
             raise ValueError(
                 f"duplicates must be 'error', {', '.join(map(repr, REDUCTIONS))}, got {duplicates!r}"
             )
+        feats = as_tensor(feats, "feats")
         if isinstance(coords, CoordSet):
-            if batch_size not in (None, coords.batch_size):
+            if batch_size is not None and integer(batch_size) != coords.batch_size:
                 raise ValueError(f"batch_size is {batch_size}, the CoordSet has {coords.batch_size}")
             _check_feats(feats, coords.num, coords.device)
             coord_set = coords
         else:
-            check_columns(coords)
-            _check_feats(feats, coords.shape[0], coords.device)
+            rows: torch.Tensor = as_tensor(coords, "coords")
+            check_columns(rows)
+            _check_feats(feats, rows.shape[0], rows.device)
             if duplicates == "error":
-                coord_set = CoordSet(coords, batch_size)
+                coord_set = CoordSet(rows, batch_size)
             else:
-                coord_set, feats = merge(coords, feats, batch_size, duplicates)
-        self._start(coord_set, feats, _positive_triple(stride, "stride"))
+                coord_set, feats = merge(rows, feats, batch_size, duplicates)
+        self._start(coord_set, feats, positive_triple(stride, "stride"))
 
     def _start(
         self, coord_set: CoordSet, feats: torch.Tensor, stride: Triple, record: Record | None = None
@@ -114,7 +118,7 @@ class Voxels:
 
     @property
     def coords(self) -> torch.Tensor:
-        """(N, 4) int32 batch, x, y, z, contiguous. Not to be written to."""
+        """(N, 4) int32 batch, x, y, z, contiguous; to be read only, see `CoordSet.coords`."""
         return self._coord_set.coords
 
     @property
@@ -133,7 +137,8 @@ class Voxels:
 
     @property
     def counts(self) -> torch.Tensor:
-        """(batch_size,) int64 voxels of each sample, zeros for empty samples, on the voxels' device."""
+        """(batch_size,) int64 voxels of each sample, zeros for empty samples, on the voxels' device; to be
+        read only."""
         return self._coord_set.counts
 
     @property
@@ -159,6 +164,7 @@ class Voxels:
 
     def with_feats(self, feats: torch.Tensor) -> Voxels:
         """Other features (N, C') on the same coordinates. TypeError or ValueError as in the constructor."""
+        feats = as_tensor(feats, "feats")
         _check_feats(feats, self._coord_set.num, self._coord_set.device)
         return Voxels._make(self._coord_set, feats, self._stride)
 
@@ -194,9 +200,11 @@ class Voxels:
         return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
 
     def pin_memory(self) -> Voxels:
-        """Page-locked copy, as a DataLoader with pin_memory=True makes."""
-        coord_set = CoordSet.trusted(self.coords.pin_memory(), self.batch_size)
-        return Voxels._make(coord_set, self._feats.pin_memory(), self._stride)
+        """Page-locked copy, as a DataLoader with pin_memory=True makes.
+
+        Voxels that shared coordinates before share them afterwards.
+        """
+        return Voxels._make(self._coord_set.pin_memory(), self._feats.pin_memory(), self._stride)
 
     def __add__(self, other: object) -> Voxels:
         """Sum of the features on equal coordinates, in this one's row order.
@@ -252,18 +260,18 @@ class Voxels:
 
         Raises ValueError naming the first voxel that lies outside the grid.
         """
-        start = torch.tensor(_int_triple(origin, "origin"), device=self.device)
-        cell = self.coords[:, 1:].long() - start
+        start = three_integers(origin, "origin")
+        cell = self.coords[:, 1:].long() - torch.tensor(start, device=self.device)
         if spatial_shape is None:
             shape = tuple((cell.amax(0) + 1).clamp(min=1).tolist()) if self.num_voxels else (1, 1, 1)
         else:
-            shape = _positive_triple(spatial_shape, "spatial_shape")
+            shape = positive_triple(spatial_shape, "spatial_shape")
         outside = ((cell < 0) | (cell >= torch.tensor(shape, device=self.device))).any(1)
         if bool(outside.any()):
             row = int(torch.nonzero(outside)[0])
             raise ValueError(
                 f"coords row {row}, {tuple(self.coords[row].tolist())}, lies outside the grid of "
-                f"origin {tuple(origin)} and shape {tuple(shape)}"
+                f"origin {start} and shape {shape}"
             )
         grid = self._feats.new_zeros((self.batch_size, *shape, self._feats.shape[1]))
         grid = grid.index_put((self.coords[:, 0].long(), *cell.unbind(1)), self._feats)
@@ -283,6 +291,7 @@ class Voxels:
         zero. `origin` is the coordinate (x, y, z) of the first cell. TypeError or ValueError names what does
         not fit.
         """
+        dense, mask = as_tensor(dense, "dense"), as_tensor(mask, "mask")
         if not isinstance(dense, torch.Tensor) or dense.dtype not in FEATURE_DTYPES:
             what = dense.dtype if isinstance(dense, torch.Tensor) else type(dense).__name__
             raise TypeError(f"dense must be a fp16, bf16, fp32 or fp64 tensor, got {what}")
@@ -300,18 +309,16 @@ class Voxels:
                 f"mask must be {tuple(last.shape[:-1])} on {dense.device}, got {tuple(mask.shape)} "
                 f"on {mask.device}"
             )
-        start = _int_triple(origin, "origin")
+        start = three_integers(origin, "origin")
         for axis, (first, cells) in enumerate(zip(start, dense.shape[2:], strict=True)):
             if first < COORD_MIN or first + cells - 1 > COORD_MAX:
-                raise ValueError(
-                    f"origin {tuple(origin)}: {'xyz'[axis]} of the grid leaves {COORD_MIN}..{COORD_MAX}"
-                )
+                raise ValueError(f"origin {start}: {'xyz'[axis]} of the grid leaves {COORD_MIN}..{COORD_MAX}")
         coords = torch.nonzero(mask)
         index = coords.unbind(1)
         coords = (coords + torch.tensor((0, *start), device=dense.device)).int()
         coords = coords.contiguous()  # nonzero gives columns on CUDA
         return Voxels._make(
-            CoordSet.trusted(coords, dense.shape[0]), last[index], _positive_triple(stride, "stride")
+            CoordSet.trusted(coords, dense.shape[0]), last[index], positive_triple(stride, "stride")
         )
 
     # ---- points --------------------------------------------------------------------------------------------
@@ -412,20 +419,6 @@ def _check_feats(feats: torch.Tensor, rows: int, device: torch.device) -> None:
         raise ValueError(f"feats is on {feats.device}, coords is on {device}")
 
 
-def _int_triple(value: Sequence[int], name: str) -> Triple:
-    values = tuple(value)
-    if len(values) != 3 or any(isinstance(v, bool) or not isinstance(v, int) for v in values):
-        raise TypeError(f"{name} must be three ints, got {value!r}")
-    return values[0], values[1], values[2]
-
-
-def _positive_triple(value: int | Sequence[int], name: str) -> Triple:
-    values = _int_triple((value,) * 3 if isinstance(value, int) else value, name)
-    if min(values) < 1:
-        raise ValueError(f"{name} must be positive on every axis, got {value!r}")
-    return values
-
-
 # ---- pytree: torch.compile, torch.export and data loaders see the two tensors ------------------------------
 
 
@@ -450,10 +443,10 @@ def _flatten_with_keys(voxels: Voxels) -> tuple[list[tuple[pytree.KeyEntry, Any]
 
 def _unflatten(children: Any, context: _Context) -> Voxels:
     coords, feats = children
-    if context.coord_set is not None and coords is context.coord_set.coords:
-        coord_set = context.coord_set
-    elif isinstance(coords, torch.Tensor) and coords.dtype != torch.int32:
+    if isinstance(coords, torch.Tensor) and coords.dtype != torch.int32:
         raise TypeError(f"coords of voxels must stay int32, a tree_map made them {coords.dtype}")
+    if context.coord_set is not None and isinstance(coords, torch.Tensor):
+        coord_set = context.coord_set.same_as(coords)
     else:
         coord_set = CoordSet.trusted(coords, context.batch_size)
     return Voxels._make(coord_set, feats, context.stride)

@@ -23,7 +23,7 @@ from voxmma.accuracy import FAMILIES, INTEGERS, Bound, Family
 from voxmma.kernel_map import KernelMap
 from voxmma.nn import SparseConv3d
 from voxmma.nn.functional.sparse_conv import spatially_sparse_conv
-from voxmma.tiles import Tile, compiled, select_tile
+from voxmma.tiles import Tile, card, compiled, select_tile
 
 from conftest import random_coords, surface_coords
 
@@ -118,7 +118,7 @@ def test_nothing_runs_below_the_ceiling_without_the_gate(
 
     def plan(ceiling: int, c: int = CHANNELS, level: str = "default") -> str:
         tiles._plan_call.cache_clear()
-        pools = (("auto",), ("auto",), ("auto",), ceiling, "ieee")
+        pools = (("auto",), ("auto",), ("auto",), ceiling, "ieee", settings.NO_LIMITS)
         return str(
             tiles.plan_call(torch.float16, level == "inference_mode", level, c, c, 1, device, pools)[0]
         )
@@ -181,7 +181,7 @@ def kmap() -> KernelMap:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tile", "op"), CASES, ids=[f"{tile.name}-{op}" for tile, op in CASES])
 def test_tile_has_no_corrupt_cell(tile: Tile, op: str, kmap: KernelMap) -> None:
-    if not tile.runs_on(torch.cuda.get_device_capability()):
+    if not tile.runs_on(card(torch.device("cuda"))):
         pytest.skip(f"{tile.name} does not run on this device")
     case = Case(tile, op, FAMILIES["relu"], kmap)
     first = case.run()
@@ -200,7 +200,7 @@ def test_tile_has_no_corrupt_cell(tile: Tile, op: str, kmap: KernelMap) -> None:
 @pytest.mark.parametrize(("tile", "op"), CASES, ids=[f"{tile.name}-{op}" for tile, op in CASES])
 def test_tile_adds_integers_exactly(tile: Tile, op: str, kmap: KernelMap) -> None:
     """Whatever is lost or added twice shows: no sum of these needs more bits than its accumulator has."""
-    if not tile.runs_on(torch.cuda.get_device_capability()):
+    if not tile.runs_on(card(torch.device("cuda"))):
         pytest.skip(f"{tile.name} does not run on this device")
     case = Case(tile, op, INTEGERS, kmap)
     assert float(case.abs64.max()) <= (2048 if op != "wgrad" else 1 << 24)

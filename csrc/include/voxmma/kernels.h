@@ -63,13 +63,32 @@ struct TileConfig {
   Op op;
   DType input;
   Accum accum;
-  int m, n, k;       // fprop: output rows x output channels x channel chunk; wgrad: C_in x C_out block x rows a step
-  int stages;        // weight (fprop) or row (wgrad) stages in flight
-  const char* atom;  // CuTe MMA atom, or "SIMT"
-  int promote;       // channels between promotions of an fp16 accumulator or a 3xTF32 sum to fp32 registers;
-                     // 0 = never, -1 = every offset
-  int arch;          // 80: sm_80 and newer; 90: sm_90a only
+  int m, n, k;        // fprop: output rows x output channels x channel chunk; wgrad: C_in x C_out block x rows a step
+  int stages;         // weight (fprop) or row (wgrad) stages in flight
+  const char* atom;   // CuTe MMA atom, or "SIMT"
+  int promote;        // channels between promotions of an fp16 accumulator or a 3xTF32 sum to fp32 registers;
+                      // 0 = never, -1 = every offset
+  int arch;           // 80: sm_80 and newer; 90: sm_90a only
+  int shared_memory;  // dynamic shared memory of a block, bytes; the device must allow it
 };
+
+// The weights as the caller gave them, for those that the image does not hold (PackArgs).
+struct RawWeights {
+  const void* weight;
+  DType dtype;
+  bool transpose, mirror;
+  const uint8_t* flags;  // [flag_bytes], 16-byte aligned: all zero where every weight is finite
+  int flag_bytes;
+};
+
+// Row r of an operand of the wgmma kernels begins less than this many bytes behind row 0: they count 16-byte pieces in 32
+// bits, all ones standing for no row. Other kernels reach any row.
+inline constexpr int64_t kWgmmaSpan = int64_t{0xffffffff} * 16;
+constexpr bool in_wgmma_span(int64_t rows, int64_t row_bytes) {
+  return rows <= 1 || row_bytes <= (kWgmmaSpan - 1) / (rows - 1);
+}
+static_assert(in_wgmma_span(8388608, 8192) && !in_wgmma_span(8388609, 8192) && in_wgmma_span(8388609, 8176));
+static_assert(in_wgmma_span(1, INT64_MAX) && in_wgmma_span(INT32_MAX, 32) && !in_wgmma_span(INT32_MAX, 48));
 
 // Arguments of one launch. Channels are per group; strides are in elements.
 struct ConvArgs {
@@ -79,6 +98,7 @@ struct ConvArgs {
   int64_t a_group;       // first channel of group g = g * a_group
   const void* b;         // fprop: packed weight image (pack_weight). wgrad: dy (n_out, ldb), aligned as `a`
   int64_t ldb, b_group;  // wgrad only
+  RawWeights raw;        // fprop
   const float* bias;     // fprop: (groups * c_out) fp32 or null
   void* out;             // fprop: y (n_out, ldo). wgrad: dW (K, groups, c_in, c_out) contiguous
   int64_t ldo;           // fprop: row stride of y; group g writes channels g * c_out ...
@@ -104,11 +124,14 @@ const KernelEntry* find_kernel(const char* name);
 // the 16-byte pieces of a row of R bytes xor-swizzled: R = 128: piece ^ (row & 7), R = 64: piece ^ ((row >> 1) & 3),
 // R = 32: piece ^ ((row >> 2) & 1).
 // This is both the wgmma canonical layout (SWIZZLE_128B / 64B / 32B) and conflict-free for ldmatrix.
+// A weight that is not finite in `input` type is not in the image of an MMA kernel but left to conv/nonfinite.cuh: the
+// rows of zeros that stand for missing neighbours would turn it into NaN. SIMT kernels' images (k = 1) hold all.
 struct PackArgs {
   const void* weight;  // (K, groups, rows, cols) contiguous, `weight_dtype`; fprop: rows = c_in, cols = c_out
   DType weight_dtype;  // converted to `input` with round to nearest
   DType input;
   void* image;
+  uint8_t* flags;  // [pack_flag_bytes], what RawWeights::flags takes
   int kernel_volume, groups;
   int c_in, c_out;   // of the convolution that will run (after transposition)
   bool transpose;    // weight is stored (K, groups, c_out, c_in): dgrad
@@ -119,6 +142,7 @@ struct PackArgs {
   float* bias32;  // what ConvArgs::bias takes
 };
 size_t packed_weight_bytes(const PackArgs&);
+int pack_flag_bytes(const PackArgs&);
 cudaError_t pack_weight(const PackArgs&, cudaStream_t);
 
 // ---- coordinates and maps -------------------------------------------------------------------------------------
@@ -386,7 +410,8 @@ struct LocateArgs {
   const void* batch;  // [n] sample of each point, or null: 0
   bool batch_is_int64;
   int64_t batch_size;
-  double shift[3], edge[3];  // position of cell (0, 0, 0) and lengths of a cell
+  double shift[3], edge[3];  // position of cell (0, 0, 0) and lengths of a cell at stride 1
+  double stride[3];          // tensor stride of the set
   bool trilinear;
   int* rows;      // (n, corners); -1: absent, or without weight
   void* weights;  // (n, corners) fp32 or fp64, 0 where rows is -1

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
+from voxmma._types import positive
 from voxmma.coordops import lookup, union
 from voxmma.segments import sample_mean, spread
 from voxmma.voxels import Voxels
@@ -133,7 +134,8 @@ def group_norm(
     if not isinstance(x, Voxels):
         raise TypeError(f"x must be a voxmma.Voxels, statistics are per sample; got {type(x).__name__}")
     channels = x.feats.shape[1]
-    if num_groups < 1 or channels % num_groups:
+    num_groups = positive(num_groups, "num_groups")
+    if channels % num_groups:
         raise ValueError(f"num_groups={num_groups} does not divide the {channels} channels of x")
     coords, values = x.coord_set, _wide(x.feats)
 

@@ -83,7 +83,8 @@ def max_pool(
         x: N voxels with C channels, fp16, bf16, fp32 or fp64; N may be 0.
         kernel_size: one int or three, 1 to 9 each.
         stride: one int or three; default kernel_size. dilation: one int or three.
-        padding: one int or three; default (kernel_size // 2) * dilation for odd sizes, 0 for even ones.
+        padding: one int or three; default (kernel_size // 2) * dilation for odd sizes, 0 for even ones. At
+            stride 1 another one goes with coords or kernel_map only.
         coords: output coordinates. kernel_map: a map for the coordinates of x. As in spatially_sparse_conv.
 
     Returns:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from voxmma._types import Triple, as_tensor, positive, triple
 from voxmma.call import convolve, find_repeat, fp16_accum_flag
 from voxmma.coords import CoordSet
-from voxmma.kernel_map import MAX_KERNEL, MAX_OFFSET, MAX_STRIDE, KernelMap, Triple, _triple, padding_triple
+from voxmma.kernel_map import MAX_KERNEL, MAX_OFFSET, MAX_STRIDE, KernelMap, padding_triple
 from voxmma.kernel_map import kernel_map as build_kernel_map
 from voxmma.tiles import DTYPE_NAMES
 from voxmma.voxels import Voxels
@@ -20,17 +21,34 @@ Target = Voxels | CoordSet | torch.Tensor
 
 def kernel_triple(kernel_size: KernelSize) -> Triple:
     """A kernel size per axis; TypeError or ValueError naming `kernel_size` unless each is 1 to 9."""
-    return _triple(kernel_size, "kernel_size", 1, MAX_KERNEL)
+    return triple(kernel_size, "kernel_size", 1, MAX_KERNEL)
 
 
 def dilation_triple(dilation: KernelSize) -> Triple:
     """A dilation per axis; TypeError or ValueError naming `dilation` unless each is 1 or more."""
-    return _triple(dilation, "dilation", 1, MAX_OFFSET)
+    return triple(dilation, "dilation", 1, MAX_OFFSET)
 
 
 def stride_triple(stride: KernelSize) -> Triple:
     """A stride per axis; TypeError or ValueError naming `stride` unless each is 1 to 4096."""
-    return _triple(stride, "stride", 1, MAX_STRIDE)
+    return triple(stride, "stride", 1, MAX_STRIDE)
+
+
+def check_window(
+    size: Triple, stride: Triple, dilation: Triple, padding: Triple, generative: bool = False
+) -> None:
+    """ValueError if `padding` shifts the window of a layer whose outputs are the voxels of its input."""
+    if stride != (1, 1, 1) or generative:
+        return
+    usual = padding_triple(None, size, dilation)
+    if padding != usual:
+        raise ValueError(
+            f"padding={padding} shifts the window of kernel_size={size}, dilation={dilation} at stride 1, "
+            f"where the voxels of the input are kept: leave padding out or write padding={usual} "
+            "(spconv ignores the padding of its submanifold layers). A shifted window on purpose is a "
+            "convolution with generative=True, or coords= or kernel_map= of the function in "
+            "voxmma.nn.functional"
+        )
 
 
 def _check_tensor(value: object, name: str, x: Voxels) -> torch.Tensor:
@@ -49,8 +67,6 @@ def _check_operands(
     """Checks everything about the operands and returns the number of output channels."""
     if not isinstance(x, Voxels):
         raise TypeError(f"x must be a voxmma.Voxels, got {type(x).__name__}")
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
-        raise ValueError(f"groups must be a positive int, got {groups!r}")
     _check_tensor(weight, "weight", x)
     _check_tensor(x.feats, "the features of x", x)
     shape, channels = weight.shape, x.feats.shape[1]
@@ -102,11 +118,14 @@ def resolve_map(
     Arguments as in `spatially_sparse_conv`, `given` its `kernel_map`.
     """
     if given is None:
-        target = coords.coord_set if isinstance(coords, Voxels) else coords
+        target = coords.coord_set if isinstance(coords, Voxels) else as_tensor(coords, "coords")
         if isinstance(target, torch.Tensor):
             target = CoordSet(target, x.batch_size)
         if target is not None and not isinstance(target, CoordSet):
             raise TypeError(f"coords must be a Voxels, a CoordSet or a tensor, got {type(coords).__name__}")
+        if padding is not None and target is None and stride == (1, 1, 1):
+            pad = padding_triple(padding, kernel_size, dilation)
+            check_window(kernel_size, stride, dilation, pad, generative)
         made = build_kernel_map(
             x.coord_set,
             kernel_size,
@@ -184,8 +203,9 @@ def spatially_sparse_conv(
     - `coords`, where given;
     - with stride 1: those of x in the same order (submanifold);
     - with another stride, or generative: every o whose window holds a voxel of x, sorted by (batch, x, y, z);
-    - transposed with another stride: the finer voxels that strided layers made those of x from, in the order
-      they had there; for want of such, or generative: every voxel that one of x reaches, sorted.
+    - transposed with another stride: the finer voxels that strided layers made those of x from (or that they
+      read when they were given those of x as `coords`), in the order they had there; for want of such, or
+      generative: every voxel that one of x reaches, sorted.
 
     Coordinates and maps are made once for the coordinates of x and shared by all layers of the same shape.
 
@@ -201,10 +221,13 @@ def spatially_sparse_conv(
             transposed, divided by it and rounded up.
         dilation: one int or three, 1 or more: the distance between neighbouring offsets.
         padding: one int or three; default (kernel_size // 2) * dilation for odd sizes, 0 for even ones. It
-            may be negative.
+            may be negative. At stride 1 another one than the default goes with generative, coords or
+            kernel_map only: it would shift the window.
         transposed, generative: see above.
-        coords: output coordinates: a Voxels, a CoordSet or (M, 4) as in Voxels. The maps of a Voxels or a
-            CoordSet are kept, those of a tensor are built anew every time.
+        coords: output coordinates: a Voxels, a CoordSet or (M, 4) as in Voxels. The map is kept as long as
+            both coordinate sets live; a tensor makes a set, and so a map, of its own every time. With a
+            stride, a set that no strided layer made remembers the voxels of x; where several that are alive
+            compete, transposed layers raise ValueError until they are given `coords`.
         max_voxels: most voxels that the layer may make, default 2^26.
         use_fp16_accum: the call's own level of the accumulator precedence (settings.resolve_fp16_accum).
         accumulator: 'fp32' or 'fp16', the same request by name, or 'fp16_promoted:32', ':64', ':128' or
@@ -223,8 +246,9 @@ def spatially_sparse_conv(
 
     Raises:
         TypeError, ValueError: naming the argument: wrong type, dtype, shape, device (both are named), kernel
-            size out of range, contradicting flags, a kernel map of other coordinates or another kernel; more
-            than `max_voxels` output voxels, before they come into being.
+            size out of range, padding that shifts the window of a submanifold call, contradicting flags, a
+            kernel map of other coordinates or another kernel; more than `max_voxels` output voxels, before
+            they come into being.
         RuntimeError: this build has no kernel for the device of x.
     """
     geometry = (kernel_size, stride, dilation, groups, padding, transposed, generative, max_voxels)
@@ -253,12 +277,15 @@ def sparse_conv(
     use_fp16_accum, accumulator, compute_dtype, out_dtype, *named = precision
     step = stride_triple(stride)
     check_compute_dtype(compute_dtype)
+    groups = positive(groups, "groups")
     size, dil = kernel_triple(kernel_size), dilation_triple(dilation)
     fp16_accum_flag(use_fp16_accum, accumulator)
     _check_operands(x, weight, bias, math.prod(size), groups)
     made, out_coords, out_stride = resolve_map(
         x, size, step, dil, padding, transposed, generative, coords, max_voxels, kernel_map
     )
+    if transposed or (len(named) == 1 and _holds_tensor(arguments)):
+        key = None  # a tensor may say something else next time
     if transposed and made.symmetric:
         weight = weight.flip(0)  # the opposite direction of a symmetric map is the map with mirrored offsets
 
@@ -278,9 +305,14 @@ def sparse_conv(
         compute_dtype=dtype,
         out_dtype=out_dtype,
         layer=named[0] if len(named) == 1 else _layer_name(size, *named),
-        key=None if transposed else key,
+        key=key,
     )
     return Voxels._make(out_coords, y, out_stride, record)
+
+
+def _holds_tensor(arguments: tuple[Any, ...]) -> bool:
+    parts = (part for a in arguments for part in (a if type(a) is tuple else (a,)))
+    return any(isinstance(part, torch.Tensor) for part in parts)
 
 
 def _layer_name(size: Triple, kind: type, in_channels: int, out_channels: int) -> str:

@@ -8,11 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from voxmma._types import planar
 from voxmma.derive import check_max_voxels
 from voxmma.kernel_map import KernelMap, padding_triple
 from voxmma.nn.functional import pool as F
-from voxmma.nn.functional.sparse_conv import KernelSize, Target, dilation_triple, kernel_triple, stride_triple
-from voxmma.nn.modules.sparse_conv import KernelSize2d, planar
+from voxmma.nn.functional.sparse_conv import (
+    KernelSize,
+    Target,
+    check_window,
+    dilation_triple,
+    kernel_triple,
+    stride_triple,
+)
+from voxmma.nn.modules.sparse_conv import KernelSize2d
 from voxmma.voxels import Voxels
 
 
@@ -29,6 +37,7 @@ class _Pool3d(nn.Module):
         self.stride = self.kernel_size if stride is None else stride_triple(stride)
         self.dilation = dilation_triple(dilation)
         self.padding = padding_triple(padding, self.kernel_size, self.dilation)
+        check_window(self.kernel_size, self.stride, self.dilation, self.padding)
 
     @staticmethod
     def _pool(x: Voxels, *window: Any, **target: Any) -> Voxels:
@@ -91,7 +100,7 @@ class SparseMaxPool3d(_ExtremePool3d):
     Args:
         kernel_size: one int or three, 1 to 9 each. stride: default kernel_size; 1 keeps the voxels of x.
         dilation, padding: one int or three; padding defaults to (kernel_size // 2) * dilation for odd sizes
-            and 0 for even ones.
+            and 0 for even ones, and at stride 1 is that: another one would shift the window.
         return_indices: return a pair, the voxels and what MaxUnpool takes to undo the pooling.
 
     Raises TypeError or ValueError naming the argument.
@@ -184,8 +193,7 @@ class Unpool(nn.Module):
         super().__init__()
         self.stride = kernel_triple(stride)
         self.generative = generative
-        check_max_voxels(max_voxels)
-        self.max_voxels = max_voxels
+        self.max_voxels = None if max_voxels is None else check_max_voxels(max_voxels)
 
     def forward(self, x: Voxels, *, coords: Target | None = None) -> Voxels:
         """(N, C) voxels to (M, C) finer voxels, those of `coords` where given."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from voxmma._types import planar, positive
 from voxmma.call import fp16_accum_flag
 from voxmma.derive import check_max_voxels
 from voxmma.kernel_map import KernelMap, padding_triple
@@ -15,6 +16,7 @@ from voxmma.nn.functional.sparse_conv import (
     KernelSize,
     Target,
     check_compute_dtype,
+    check_window,
     dilation_triple,
     kernel_triple,
     resolve_map,
@@ -47,7 +49,8 @@ class SparseConv3d(nn.Module):
             the same by name; 'fp16_promoted:32', ':64', ':128' or ':offset' asks for fp16 sums that are
             promoted to fp32 every so many channels or once an offset ('fp16_promoted' alone: 64).
         compute_dtype: dtype of the products; None = autocast dtype where active, else the features' dtype.
-        padding: one int or three; default (kernel_size // 2) * dilation for odd sizes, 0 for even ones.
+        padding: one int or three; default (kernel_size // 2) * dilation for odd sizes, 0 for even ones. At
+            stride 1 another one is refused unless generative=True: it would shift the window.
         max_voxels: most voxels the layer may make, default 2^26.
         device, dtype: of the parameters.
 
@@ -82,13 +85,13 @@ class SparseConv3d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("groups", groups), ("in_channels", in_channels), ("out_channels", out_channels)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        groups = positive(groups, "groups")
+        in_channels = positive(in_channels, "in_channels")
+        out_channels = positive(out_channels, "out_channels")
+        for name, value in (("in_channels", in_channels), ("out_channels", out_channels)):
             if value % groups:
                 raise ValueError(f"{name}={value} is not divisible by groups={groups}")
         check_compute_dtype(compute_dtype)
-        check_max_voxels(max_voxels)
         fp16_accum_flag(use_fp16_accum, accumulator)
         self.in_channels = in_channels
         self.out_channels = out_channels
@@ -99,7 +102,8 @@ class SparseConv3d(nn.Module):
         self.groups = groups
         self.transposed = transposed
         self.generative = generative
-        self.max_voxels = max_voxels
+        check_window(self.kernel_size, self.stride, self.dilation, self.padding, generative)
+        self.max_voxels = None if max_voxels is None else check_max_voxels(max_voxels)
         self.use_fp16_accum = use_fp16_accum
         self.accumulator = accumulator
         self.compute_dtype = compute_dtype
@@ -331,12 +335,5 @@ class SparseConvTranspose2d(SparseConv2d):
 
 
 #: The classes whose parameters are attributes like any other: subclasses may compute theirs.
-_PLAIN = frozenset({SparseConv3d, SparseConvTranspose3d, SparseConv2d, SparseConvTranspose2d})
-
-
-def planar(value: KernelSize2d, name: str, z: int = 1) -> tuple[int, int, int]:
-    """One int or two as three, with `z` last; TypeError naming `name` for anything else."""
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2 or any(isinstance(v, bool) or not isinstance(v, int) for v in pair):
-        raise TypeError(f"{name} must be an int or two of them, got {value!r}")
-    return pair[0], pair[1], z
+#: Not a set, at which the dynamo of torch 2.6 stops.
+_PLAIN = (SparseConv3d, SparseConvTranspose3d, SparseConv2d, SparseConvTranspose2d)

@@ -16,7 +16,7 @@ from voxmma import _C, accuracy
 from voxmma.coords import CoordSet
 from voxmma.kernel_map import KernelMap, kernel_map
 from voxmma.nn.functional import spatially_sparse_conv
-from voxmma.tiles import Tile, compiled, select_tile
+from voxmma.tiles import Tile, card, compiled, select_tile
 
 from conftest import random_coords, script, surface_coords
 
@@ -31,15 +31,15 @@ conv_op, wgrad_op = torch.ops.voxmma.conv, torch.ops.voxmma.conv_wgrad
 
 
 def cpu_tile(op: str) -> Tile:
-    return Tile("cpu", op, "fp32", "fp32", 0, 0, 0, 0, "", 0, 0)
+    return Tile("cpu", op, "fp32", "fp32", 0, 0, 0, 0, "", 0, 0, 0)
 
 
 def tiles_of(device: torch.device, op: str) -> list[Tile]:
     """Every tile of 'fprop' or 'wgrad' that runs on the device."""
     if device.type == "cpu":
         return [cpu_tile(op)]
-    capability = torch.cuda.get_device_capability(device)
-    return [tile for tile in compiled() if tile.op == op and tile.runs_on(capability)]
+    here = card(device)
+    return [tile for tile in compiled() if tile.op == op and tile.runs_on(here)]
 
 
 def shapes_of(device: torch.device) -> tuple[tuple[int, int], ...]:

@@ -426,7 +426,9 @@ def test_two_packages_with_other_policies_in_one_process(device: torch.device, t
             pytest.skip(f"AOTInductor does not work here: {artefact.reason}")
         artefact.save(tmp_path / name)
     before = torchflags.snapshot(), voxmma.settings.snapshot()
-    exact, short = load(tmp_path / "exact"), load(tmp_path / "short")
+    unvouched = load(tmp_path / "exact")
+    assert unvouched.engine == "export" and "trust_code" in unvouched.reason
+    exact, short = (load(tmp_path / name, trust_code=True) for name in ("exact", "short"))
     assert (torchflags.snapshot(), voxmma.settings.snapshot()) == before
     for n in (40, 300, 800):
         x = voxels(n, n, device)
@@ -440,10 +442,10 @@ def test_two_packages_with_other_policies_in_one_process(device: torch.device, t
 
     exact.metadata["aot"]["machine"]["pytorch"] = "one"
     exact.save(tmp_path / "foreign")
-    foreign = load(tmp_path / "foreign")
+    foreign = load(tmp_path / "foreign", trust_code=True)
     assert foreign.engine == "export" and foreign.reason.startswith("made for pytorch one, here ")
     with pytest.raises(ArtefactError, match="made for pytorch one"):
-        load(tmp_path / "foreign", engine="aot")
+        load(tmp_path / "foreign", engine="aot", trust_code=True)
 
 
 def test_a_package_is_loaded_by_another_process_first(
@@ -496,6 +498,8 @@ def test_without_a_toolchain_the_graph_runs_and_says_why(
     with pytest.raises(ArtefactError, match="cannot compile this here"):
         compile_model(model, (x,), aot=True)
     with pytest.raises(ArtefactError, match="no compiled package"):
+        load(tmp_path / "net.pt2", engine="aot", trust_code=True)
+    with pytest.raises(ValueError, match="trust_code"):
         load(tmp_path / "net.pt2", engine="aot")
     with pytest.raises(ValueError, match="engine"):
         load(tmp_path / "net.pt2", engine="fast")

@@ -521,11 +521,11 @@ class Family:
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device)
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
 
 
 def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.rand(shape, generator=generator, device=generator.device)
+    return torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32)
 
 
 def _reduction(shape: tuple[int, ...]) -> int:
@@ -584,7 +584,7 @@ def _subnormal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gene
     """Values spread over the subnormal range of the dtype, down to its smallest number."""
     fmt = FORMATS[format_name(dtype)]
     scale = 2.0 ** (-(fmt.bits - 1) * _uniform(shape, generator).double())  # (2^-(bits-1), 1]
-    sign = torch.where(_uniform(shape, generator) < 0.5, -1.0, 1.0)
+    sign = 1 - 2 * (_uniform(shape, generator) < 0.5).double()
     return sign * (scale * 2.0**fmt.emin)
 
 

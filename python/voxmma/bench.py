@@ -180,10 +180,10 @@ def run_case(case: Case, coords: torch.Tensor, repeats: int) -> dict[str, Any]:
     """Measures one case on coords (N, 4) int32 on the device to measure."""
     device, dtype, n = coords.device, DTYPES[case.dtype], len(coords)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n, case.c_in, generator=generator).to(device, dtype)
-    weight = torch.randn(27, case.c_in, case.c_out, generator=generator) / math.sqrt(27 * case.c_in)
-    weight = weight.to(device, dtype)
-    dy = torch.randn(n, case.c_out, generator=generator).to(device, dtype)
+    x = torch.randn(n, case.c_in, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+    weight = torch.randn(27, case.c_in, case.c_out, generator=generator, dtype=torch.float32, device="cpu")
+    weight = (weight / math.sqrt(27 * case.c_in)).to(device, dtype)
+    dy = torch.randn(n, case.c_out, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
     voxels = voxmma.Voxels(coords, x)
     mapping = kernel_map(voxels.coord_set, 3)
 

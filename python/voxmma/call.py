@@ -208,7 +208,7 @@ def convolve(
     Returns:
         ((n_out, C_out), record).
     """
-    (runtime, environment), tuned = settings.state(), tunecache.generation()  # before anything is decided
+    before = None if key is None else (*settings.state(), tunecache.generation())
     flag = fp16_accum_flag(use_fp16_accum, accumulator)
     chunk = 0 if accumulator is None else parse_accumulator(accumulator)[1]
     requested, decided_by = settings.resolve_fp16_accum(flag, compute_dtype)
@@ -241,7 +241,8 @@ def convolve(
     record = _record(layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
     core = mapping.core_of_one_set()
     # float32 calls also follow torch's TF32 switches, which tell nobody when they change
-    if key is not None and core is not None and compute_dtype != torch.float32:
+    if before is not None and key is not None and core is not None and compute_dtype != torch.float32:
+        runtime, environment, tuned = before
         evidence = None
         if asks_gate(compute_dtype, requested, feats.device, settings.get_pools(compute_dtype)):
             from voxmma import gate

@@ -305,7 +305,7 @@ def to_dense(
     `from_dense(*to_dense(x, shape, origin), origin)` is x with its rows sorted, voxels of all zeros included.
     """
     grid = x.dense(spatial_shape, origin)
-    here = x.with_feats(torch.ones((x.num_voxels, 1), device=x.device))
+    here = x.with_feats(torch.ones((x.num_voxels, 1), device=x.device, dtype=torch.float32))
     return grid, here.dense(grid.shape[2:], origin)[:, 0] != 0
 
 

@@ -163,11 +163,17 @@ class CoordSet:
         "calls",
         "derived",
         "maps",
+        "own",
+        "traced",
     )
 
     batch_size: int
     maps: dict[tuple[Any, ...], MapCore]
     """kernel maps built last, by kernel shape; one to another set leaves with it. See voxmma.kernel_map"""
+    own: dict[Geometry, MapCore]
+    """maps from the set to itself: torch.compile guards on keys, and these hold no id"""
+    traced: bool
+    """whether all its maps are inputs of a graph; see voxmma.mapped"""
     calls: dict[tuple[Any, ...], Repeat]
     """what was decided last for layers that ran on this set; see voxmma.call"""
     derived: dict[tuple[Any, ...], CoordSet]
@@ -199,6 +205,8 @@ class CoordSet:
         self._version = made._version
         self.batch_size = batch_size
         self.maps = {}
+        self.own = {}
+        self.traced = False
         self.derived = {}
         self.calls = {}
         self._finer: Finer | None = None
@@ -417,7 +425,8 @@ class CoordSet:
 
         `non_blocking` counts on the way to a GPU only: the host reads a set's coordinates unasked.
         """
-        target = torch.empty(0, device=device).device  # resolves 'cuda' to the current device
+        # resolves 'cuda' to the current device
+        target = torch.empty(0, device=device, dtype=torch.uint8).device
         if target == self.device:
             return self
         later = non_blocking and target.type != "cpu"

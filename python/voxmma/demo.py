@@ -145,7 +145,8 @@ def _run_mode(
     device = scene.device
 
     def build(dtype: torch.dtype, flag: bool | None) -> Stack:
-        stack = Stack(scene.feats.shape[1], dy.shape[1], flag).to(device=device, dtype=dtype)
+        with torch.device(device):
+            stack = Stack(scene.feats.shape[1], dy.shape[1], flag).to(dtype)
         stack.load_state_dict({name: value.to(mode.dtype) for name, value in master.items()})
         return stack
 
@@ -213,7 +214,9 @@ def run(
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        master = {name: value.detach().double() for name, value in Stack(4, 8).state_dict().items()}
+        with torch.device("cpu"):
+            weights = Stack(4, 8).float().state_dict()
+        master = {name: value.detach().double() for name, value in weights.items()}
     rows = []
     described: dict[str, Any] = {}
     for device in devices:
@@ -228,7 +231,7 @@ def run(
                 "neighbours_3x3x3": pairs / max(voxels.num_voxels, 1),
             }
         dy = (
-            torch.randn(voxels.num_voxels, 8, generator=generator, dtype=torch.float64)
+            torch.randn(voxels.num_voxels, 8, generator=generator, dtype=torch.float64, device="cpu")
             / voxels.num_voxels**0.5
         )
         count = repeats or (20 if device.type == "cuda" else 5)

@@ -42,7 +42,6 @@ _OUTSIDE = _NONE - 1  # a candidate whose coordinate cannot be packed
 _Axis = tuple[torch.Tensor, torch.Tensor | None]
 
 
-@torch.compiler.disable
 def windows(fine: CoordSet, geometry: Geometry, max_voxels: int | None = None) -> CoordSet:
     """The sites whose kernel window holds a voxel of `fine`: o * stride - padding + k * dilation for some k.
 
@@ -56,7 +55,6 @@ def windows(fine: CoordSet, geometry: Geometry, max_voxels: int | None = None) -
     return _cached(fine, geometry, False, max_voxels)
 
 
-@torch.compiler.disable
 def children(coarse: CoordSet, geometry: Geometry, max_voxels: int | None = None) -> CoordSet:
     """The sites that the voxels of `coarse` reach: o * stride - padding + k * dilation for every k.
 
@@ -71,14 +69,21 @@ def _cached(source: CoordSet, geometry: Geometry, to_children: bool, max_voxels:
     _ = source.coords  # still what the cached sets were made of?
     made = source.derived.get(key)
     if made is None or made._made.written:
-        with source._index.lock:
-            made = source.derived.get(key)
-            if made is None or made._made.written:
-                source.derived.pop(key, None)  # somebody wrote into its coordinates
-                made = _make(source, geometry, to_children, limit)
-                keep(source.derived, key, made, _KEPT["derived"])
+        made = _made_once(source, geometry, to_children, limit)
     if made.num > limit:
         raise _too_many(made.num, limit, source.num)
+    return made
+
+
+@torch.compiler.disable
+def _made_once(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
+    key = (geometry, to_children)
+    with source._index.lock:
+        made = source.derived.get(key)
+        if made is None or made._made.written:
+            source.derived.pop(key, None)  # somebody wrote into its coordinates
+            made = _make(source, geometry, to_children, limit)
+            keep(source.derived, key, made, _KEPT["derived"])
     return made
 
 
@@ -138,7 +143,7 @@ def _make_cpu(source: CoordSet, geometry: Geometry, to_children: bool, limit: in
     keys = _expand(source, geometry, to_children, limit)
     bounds = reach(source.bounds, geometry, to_children)
     made = CoordSet.trusted(unpack(keys), source.batch_size, bounds)
-    made._set_sorted(keys, torch.arange(len(keys)))
+    made._set_sorted(keys, torch.arange(len(keys), device=keys.device))
     return made
 
 

@@ -203,11 +203,12 @@ def _check_settings() -> Check:
 def _check_convolution(device: torch.device) -> Check:
     """Runs a convolution and its gradient and compares them with fp64."""
     generator = torch.Generator().manual_seed(0)
-    axis = torch.arange(5)
-    coords = torch.cartesian_prod(torch.zeros(1, dtype=torch.long), axis, axis, axis).int()
+    axis = torch.arange(5, device="cpu")
+    coords = torch.cartesian_prod(torch.zeros(1, dtype=torch.long, device="cpu"), axis, axis, axis).int()
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    x = torch.randn(len(coords), 16, generator=generator).to(device, dtype).requires_grad_()
-    weight = torch.randn(27, 16, 16, generator=generator).to(device, dtype)
+    x = torch.randn(len(coords), 16, generator=generator, dtype=torch.float32, device="cpu")
+    x = x.to(device, dtype).requires_grad_()
+    weight = torch.randn(27, 16, 16, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
     name = f"convolution on {device.type}"
     try:
         voxels = voxmma.Voxels(coords.to(device), x)

@@ -47,7 +47,7 @@ from torch.utils._pytree import (
 )
 
 import voxmma
-from voxmma import aot, policy_graph, settings, torchflags
+from voxmma import aot, archive, policy_graph, settings, torchflags
 from voxmma.derive import DEFAULT_MAX_VOXELS
 from voxmma.mapped import Layout, MappedVoxels, variable_sizes, with_maps
 from voxmma.policy import (
@@ -340,8 +340,8 @@ class _Perturbed(fx.Interpreter):
         self.size = size
 
     def _sign(self, like: Tensor) -> Tensor:
-        signs = torch.randint(2, like.shape, generator=self.generator, dtype=torch.int8).to(like.device)
-        return self.size * (2.0 * signs - 1.0)
+        signs = torch.randint(2, like.shape, generator=self.generator, dtype=torch.int8, device="cpu")
+        return self.size * (2 * signs.to(like) - 1)
 
     def run_node(self, n: fx.Node) -> Any:
         found = n.meta.get("val")
@@ -485,9 +485,9 @@ class Artefact:
         }
         torch.export.save(self.program, str(path), extra_files=extra)
         if self._package:
-            with zipfile.ZipFile(path, "a") as archive:
-                root = archive.namelist()[0].split("/")[0]
-                archive.writestr(f"{root}/{_PACKAGE}", self._package)
+            with zipfile.ZipFile(path, "a") as file:
+                root = file.namelist()[0].split("/")[0]
+                file.writestr(f"{root}/{_PACKAGE}", self._package)
 
 
 def _is_voxels(value: Any) -> bool:
@@ -747,39 +747,40 @@ def _with_package(artefact: Artefact, wanted: bool | None) -> Artefact:
     return Artefact(program, {**artefact.metadata, "aot": {"missing": reason}}, example, reason=reason)
 
 
-def _refuse_damage(path: str | Path) -> None:
-    """Raises ArtefactError for a file that is no whole archive: cut, or with other bytes than written."""
-    with open(path, "rb") as file:  # OSError for a file that cannot be read at all
-        try:
-            with zipfile.ZipFile(file) as archive:
-                damaged = archive.testzip()
-        except Exception as error:
-            raise ArtefactError(f"{path} is no artefact, or was cut: {error}") from None
-    if damaged is not None:
-        raise ArtefactError(f"{path} is damaged: {damaged}")
-
-
-def load(path: str | Path, check: bool = True, engine: str | None = None) -> Artefact:
-    """Reads an artefact. Touches no process-wide state.
+def load(
+    path: str | Path, check: bool = True, engine: str | None = None, *, trust_code: bool = False
+) -> Artefact:
+    """Reads an artefact. Touches no process-wide state, and runs no code that the file brings along.
 
     Args:
         path: the file.
         check: run the stored example and compare; the result is logged (logger voxmma.export).
         engine: 'export' for the graph; 'aot' for the compiled package, an error where there is none that fits
             this machine; None: the package where there is one, else the graph, and the log says why.
+        trust_code: may run the compiled package. It is machine code, which can do whatever this process may:
+            say True for files of your own alone. Without it the graph runs.
 
-    Raises OSError for a file that cannot be read, ArtefactError for one that is no artefact of this format or
-    was cut, whose weights are not those that were frozen, or whose numbers are off on this machine.
+    Raises OSError for a file that cannot be read; ValueError for engine='aot' without trust_code;
+    ArtefactError for a file that is no artefact of this format or was cut, that holds anything but data
+    (voxmma.archive), whose weights are not those that were frozen, or whose numbers are off on this machine.
     """
     if engine not in (None, "export", "aot"):
         raise ValueError(f"engine is 'export', 'aot' or None, not {engine!r}")
-    _refuse_damage(path)
+    if engine == "aot" and not trust_code:
+        raise ValueError("engine='aot' runs machine code out of the file: it needs trust_code=True")
     extra = dict.fromkeys(_EXTRA, "")
-    try:
-        program = torch.export.load(str(path), extra_files=extra)
-    except Exception as error:  # a whole archive, but of something else
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise ArtefactError(f"{path} is no artefact: {type(error).__name__}: {first}") from None
+    with torch.device("cpu"):  # torch.export reads into the default device
+        try:
+            content = archive.checked(path)
+        except archive.NotData as error:
+            raise ArtefactError(f"{path} is not read: {error}") from error
+        try:
+            program = torch.export.load(io.BytesIO(content), extra_files=extra)
+        except Exception as error:  # a whole archive, but of something else
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise ArtefactError(f"{path} is no artefact: {type(error).__name__}: {first}") from None
+    if hasattr(program, "_guards_code"):
+        program._guards_code = []  # source text, which program.module() would compile
     if not all(extra.values()):
         raise ArtefactError(f"{path} was not written by voxmma compile")
     metadata = json.loads(extra[_EXTRA[0]])
@@ -788,10 +789,12 @@ def load(path: str | Path, check: bool = True, engine: str | None = None) -> Art
     if _weights_hash(program.state_dict) != metadata["weights"]:
         raise ArtefactError(f"{path}: the weights are not those that were frozen")
     example = torch.load(io.BytesIO(base64.b64decode(extra[_EXTRA[1]])), weights_only=True)
-    with zipfile.ZipFile(path) as archive:
-        entries = [name for name in archive.namelist() if name.endswith("/" + _PACKAGE)]
-        package = archive.read(entries[0]) if entries else b""
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        entries = [name for name in file.namelist() if name.endswith("/" + _PACKAGE)]
+        package = file.read(entries[0]) if entries else b""
     reason = "asked for the graph" if engine == "export" else metadata["aot"].get("missing", "")
+    if not reason and not trust_code:
+        reason = "its machine code runs with trust_code=True alone"
     if not reason:
         reason = _machine(example[0]).mismatch(metadata["aot"]["machine"]) or (
             "" if package else "not in the file"
@@ -872,7 +875,7 @@ def register(app: typer.Typer) -> None:
         try:
             artefact = compile_model(module, inputs, chosen, aot)
             artefact.save(out)
-            loaded = load(out, check=False)
+            loaded = load(out, check=False, trust_code=True)  # written a moment ago
             check = loaded.check()
         except (ArtefactError, ValueError, TypeError) as error:
             typer.echo(str(error), err=True)

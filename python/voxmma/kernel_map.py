@@ -138,6 +138,9 @@ class MapCore:
                 if held is not None:
                     held.append(other)
                 self._other = weakref.ref(other, functools.partial(_forget, weakref.ref(owner), self.key))
+            if self._other is None:
+                owner.own.pop(self.geometry, None)
+                keep(owner.own, self.geometry, core, _KEPT["maps"])
         return core
 
 
@@ -426,6 +429,7 @@ class KernelMap:
         core.sides.clear()
         if owner.maps.get(core.key) is core:
             del owner.maps[core.key]
+            owner.own.pop(core.geometry, None)
         for key in [key for key, call in tuple(owner.calls.items()) if call.core is core]:
             owner.calls.pop(key, None)  # it holds the tensors, too
 
@@ -550,7 +554,11 @@ def kernel_map(
         if source.batch_size != target.batch_size:
             raise ValueError(f"out_coords has {target.batch_size} samples, in_coords has {source.batch_size}")
     fine, coarse = (target, source) if transposed else (source, target)
-    made = KernelMap(source, target, core_between(fine, coarse, geometry, flipped), transposed)
+    if torch.compiler.is_compiling() and target is source and not source.traced and geometry in source.own:
+        core = source.own[geometry]
+    else:
+        core = core_between(fine, coarse, geometry, flipped)
+    made = KernelMap(source, target, core, transposed)
     if made.symmetric:
         made.reverse = False  # one direction serves both
     return made._built()
@@ -575,6 +583,23 @@ def _geometry(
 
 #: The same for plain ints: equal arguments of other types, such as True, must not find what 1 left.
 _cubic_geometry = functools.lru_cache(maxsize=256)(_geometry)
+
+
+def traceable(x: CoordSet, geometry: Geometry, elsewhere: bool = False) -> bool:
+    """Whether torch.compile can find a layer's map among its inputs, in a way that serves other sets, too.
+
+    So it is for maps that are inputs of the graph (voxmma.mapped), and for maps from a set to itself that are
+    there. Others are cached under ids of sets, or have yet to be built.
+
+    `elsewhere`: the layer makes its outputs on another set, whatever its stride. Reads little of what it is
+    given: all of that is guarded on, and layers share the code.
+    """
+    if x.traced:
+        return True
+    if elsewhere or geometry.stride != (1, 1, 1) or geometry not in x.own:
+        return False
+    core = x.own[geometry]
+    return False in core.sides and (core.symmetric or True in core.sides)
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -618,8 +643,8 @@ def neighbor_table(tensors: list[torch.Tensor], kernel_volume: int, n_out: int) 
 
         return _C.plan_to_table(tensors, n_out)
     in_rows, out_rows, kptr, _ = tensors
-    table = torch.full((kernel_volume, n_out), -1, dtype=torch.int32)
-    offset = torch.repeat_interleave(torch.arange(kernel_volume), kptr.diff())
+    table = torch.full((kernel_volume, n_out), -1, dtype=torch.int32, device=in_rows.device)
+    offset = torch.repeat_interleave(torch.arange(kernel_volume, device=in_rows.device), kptr.diff())
     table[offset, out_rows] = in_rows.int()
     return table
 
@@ -686,9 +711,9 @@ def _build_cpu(
     ]
     # Buffers for all offsets: fresh memory for every step would cost more than the searches.
     batch = pack_batch(coords[:, 0])
-    key, place, seen = (torch.empty(n_out, dtype=torch.int64) for _ in range(3))
-    hit = torch.empty(n_out, dtype=torch.bool)
-    neighbour = torch.empty(n_out, dtype=torch.int64)
+    key, place, seen = (torch.empty(n_out, dtype=torch.int64, device=batch.device) for _ in range(3))
+    hit = torch.empty(n_out, dtype=torch.bool, device=batch.device)
+    neighbour = torch.empty(n_out, dtype=torch.int64, device=batch.device)
     in_rows: list[torch.Tensor] = []
     out_rows: list[torch.Tensor] = []
     for k, offset in enumerate(offsets):
@@ -711,7 +736,8 @@ def _build_cpu(
         out_rows.append(torch.nonzero(neighbour >= 0).flatten())
         in_rows.append(neighbour[out_rows[-1]])
     kptr = [0, *itertools.accumulate(len(rows) for rows in out_rows)]
-    tensors = [torch.cat(in_rows), torch.cat(out_rows), torch.tensor(kptr), _size(in_coords, out_coords)]
+    starts = torch.tensor(kptr, dtype=torch.int64, device=coords.device)
+    tensors = [torch.cat(in_rows), torch.cat(out_rows), starts, _size(in_coords, out_coords)]
     return Direction(tensors, kptr[-1])
 
 

@@ -15,8 +15,11 @@ coordinates and map tensors. The recipe (`Layout`) makes the same of other voxel
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import itertools
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -33,8 +36,10 @@ from voxmma.derive import children, windows
 from voxmma.kernel_map import Direction, Geometry, KernelMap, MapCore, core_between, held_sets
 from voxmma.voxels import Voxels
 
-__all__ = ["Layout", "MappedVoxels", "dynamic_shapes", "export_program", "with_maps"]
+__all__ = ["Layout", "MappedVoxels", "dynamic_shapes", "export_program", "one_graph", "with_maps"]
 
+_GRAPHS = 64  # for sizes of 0, 1 and more on every level, which torch.compile keeps apart
+_names = itertools.count()
 _LEVELS = 5  # of the tree over samples: enough for 64**5 voxels
 
 
@@ -118,6 +123,8 @@ class Layout:
         for place in self.trees:
             levels = [next(tensors) for _ in range(2 * _LEVELS)]
             sets[place]._index.segments = Made(levels, segments.WHAT)
+        for made in sets:
+            made.traced = True
         return sets
 
     def to_json(self) -> list[Any]:
@@ -232,6 +239,82 @@ def with_maps(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     finally:
         held_sets.reset(before)
     return tuple(pytree.tree_unflatten(mapped, spec))
+
+
+def one_graph(model: nn.Module, **options: Any) -> Callable[..., Any]:
+    """torch.compile of `model` with fullgraph=True, for inputs of new coordinates in every call.
+
+    Coordinate sets and maps are made outside of the graph, which takes their tensors; so the bookkeeping is
+    never traced and nothing breaks the graph, in training and in evaluation. Voxels may sit anywhere in the
+    inputs and outputs; those that come out lie on the coordinate sets of the inputs. The first call with a
+    batch size and tensor stride, and after `train()` or `eval()`, runs a copy of the model once to see which
+    maps it asks for.
+
+    Args:
+        options: of torch.compile, but for `fullgraph` and `dynamic`.
+
+    The result raises as `with_maps` does, and for structures that torch.compile cannot trace.
+    """
+    recipes: dict[Any, tuple[list[Layout | None], Callable[..., Any], list[Any]]] = {}
+
+    def prepare(inputs: tuple[Any, ...]) -> tuple[list[Layout | None], Callable[..., Any], list[Any]]:
+        with torch.random.fork_rng():
+            given = with_maps(copy.deepcopy(model), inputs)
+        leaves, spec = pytree.tree_flatten(given, is_leaf=_is_voxels)
+        layouts = [leaf.layout if isinstance(leaf, MappedVoxels) else None for leaf in leaves]
+        shape: list[Any] = []
+
+        def run(*tensors: Any) -> tuple[Any, ...]:
+            left = iter(tensors)
+            filled = []
+            for layout in layouts:
+                if layout is None:
+                    filled.append(next(left))
+                else:
+                    feats = next(left)
+                    filled.append(Voxels._make(layout.fill(left)[0], feats, layout.stride))
+            out = model(*pytree.tree_unflatten(filled, spec))
+            flat, form = pytree.tree_flatten(out, is_leaf=_is_voxels)
+            shape[:] = [form, [leaf.stride if isinstance(leaf, Voxels) else None for leaf in flat]]
+            return tuple((leaf.coords, leaf.feats) if isinstance(leaf, Voxels) else leaf for leaf in flat)
+
+        # torch.compile counts recompiles, and learns which ints vary, by code and its name.
+        code = run.__code__.replace(co_name=f"run_{next(_names)}")
+        own = types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+        return layouts, torch.compile(own, fullgraph=True, **options), shape
+
+    @functools.wraps(model.forward)
+    def call(*inputs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(inputs, is_leaf=_is_voxels)
+        facts = [(v.batch_size, v.stride) if isinstance(v, Voxels) else None for v in leaves]
+        needs = [isinstance(v, Voxels) and v.feats.requires_grad for v in leaves]
+        key = (repr(spec), tuple(facts), tuple(needs), torch.is_grad_enabled(), model.training)
+        if key not in recipes:
+            recipes[key] = prepare(inputs)
+        layouts, compiled, shape = recipes[key]
+        given = [leaf if how is None else how(leaf) for how, leaf in zip(layouts, leaves, strict=True)]
+        for leaf in given:
+            if isinstance(leaf, MappedVoxels):
+                for tensor, axes in zip(_flatten(leaf)[0], variable_sizes(leaf), strict=True):
+                    torch._dynamo.maybe_mark_dynamic(tensor, list(axes))
+        with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
+            out = compiled(*pytree.tree_leaves(given))
+        sets = [made for leaf in given if isinstance(leaf, MappedVoxels) for made in leaf.sets]
+        form, strides = shape
+        flat = []
+        for leaf, stride in zip(out, strides, strict=True):
+            if stride is not None:
+                coords, feats = leaf
+                known = next(made for made in sets if made.coords is coords)
+                leaf = Voxels._make(known, feats, stride)
+            flat.append(leaf)
+        return pytree.tree_unflatten(flat, form)
+
+    return call
+
+
+def _is_voxels(value: Any) -> bool:
+    return isinstance(value, Voxels)
 
 
 def dynamic_shapes(inputs: tuple[Any, ...]) -> Any:

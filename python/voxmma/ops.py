@@ -104,7 +104,7 @@ def _conv_cpu(
         features, weights = quantise(features, "tf32"), quantise(weights, "tf32")
     if transpose:
         weights = weights.transpose(2, 3)
-    y = torch.zeros((n_out, groups * c_out), dtype=compute)
+    y = torch.zeros((n_out, groups * c_out), dtype=compute, device=x.device)
     for k in range(volume):
         pairs = volume - 1 - k if transpose and symmetric else k
         begin, end = start[pairs], start[pairs + 1]
@@ -150,7 +150,7 @@ def _conv_wgrad_cpu(
     features, grads = x.to(compute), dy.to(compute)
     if tile == "cpu_tf32":
         features, grads = quantise(features, "tf32"), quantise(grads, "tf32")
-    dw = torch.zeros((kernel_volume, groups, c_in, c_out), dtype=compute)
+    dw = torch.zeros((kernel_volume, groups, c_in, c_out), dtype=compute, device=x.device)
     for k in range(kernel_volume):
         begin, end = start[k], start[k + 1]
         if begin != end:
@@ -238,7 +238,7 @@ def _pool_max_cpu(
 ) -> tuple[Tensor, Tensor]:
     _C.check_pool(x, None, None, None, 0, "map", map, kernel_volume, n_out)
     best = x.new_zeros((n_out, x.shape[1]))
-    winner = torch.full(best.shape, kernel_volume, dtype=winner_dtype(kernel_volume))
+    winner = torch.full(best.shape, kernel_volume, dtype=winner_dtype(kernel_volume), device=x.device)
     for k, ins, outs in _pairs(map, False):
         value, so_far, chosen = (
             x.index_select(0, ins),
@@ -306,9 +306,9 @@ def _segment_argmax_cpu(x: Tensor, candidates: Tensor | None, rows: Tensor, star
     longest = int(sizes.max()) if len(sizes) else 0
     if longest == 0 or x.shape[1] == 0:
         return rows.new_full((len(starts), x.shape[1]), -1)
-    place = starts.unsqueeze(1) + torch.arange(longest)
+    place = starts.unsqueeze(1) + torch.arange(longest, device=x.device)
     source = rows[place.clamp(max=len(rows) - 1)]
-    row = torch.where(torch.arange(longest) < sizes.unsqueeze(1), source, -1).unsqueeze(2)
+    row = torch.where(torch.arange(longest, device=x.device) < sizes.unsqueeze(1), source, -1).unsqueeze(2)
     if candidates is None:
         row = row.expand(-1, -1, x.shape[1])
     else:

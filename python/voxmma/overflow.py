@@ -67,7 +67,7 @@ def overflow_bound(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk:
         w = w.unflatten(-2, (steps, chunk))
     sums = w.sum(dim=-2) if chunk else w.sum(dim=(0, -2))
     if a.numel() == 0 or sums.numel() == 0:
-        return torch.zeros((), device=a.device)
+        return torch.zeros((), device=a.device, dtype=torch.float32)
     # fp32 addition may round the sum down by this much at most
     slack = 1 + w.shape[-2] * w.shape[0] * 2.0**-23
     return a.abs().amax().float() * sums.amax() * slack
@@ -144,7 +144,7 @@ def fp16_operands(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: 
     Infinities and NaN stay what they are and change no factor. Without waiting for the device. Arguments as
     in :func:`overflow_bound`.
     """
-    one = torch.ones((), device=a.device)
+    one = torch.ones((), device=a.device, dtype=torch.float32)
     largest = largest_finite(weight).float()
     _, exponent = torch.frexp(torch.where(largest > 0, largest, one))
     w_factor = _power_of_two(-exponent)

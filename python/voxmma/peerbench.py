@@ -78,7 +78,7 @@ class Data:
         n_in, n_out = len(problem.inputs(layer)), len(problem.outputs(layer))
 
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
-            made = torch.randn(shape, generator=generator, device=device).mul_(scale)
+            made = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(scale)
             return accuracy.quantise(made, "tf32") if layer.dtype == "tf32" else made.to(dtype)
 
         word = torch.finfo(dtype).bits // 8
@@ -313,7 +313,7 @@ def _alive(device: torch.device) -> bool:
     """Whether the device still answers, which it does not after an illegal access."""
     try:
         synchronise(device)
-        return float(torch.ones(8, device=device).sum()) == 8
+        return float(torch.ones(8, device=device, dtype=torch.float32).sum()) == 8
     except RuntimeError:
         return False
 

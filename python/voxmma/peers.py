@@ -93,7 +93,7 @@ def _keys(coords: Tensor, extent: int) -> Tensor:
 def lookup(coords: Tensor, queries: Tensor) -> Tensor:
     """Row of each query in `coords`, -1 = none. Both (.., 4) integers."""
     if not len(coords) or not len(queries):
-        return torch.full((len(queries),), -1, device=coords.device)
+        return torch.full((len(queries),), -1, device=coords.device, dtype=torch.int64)
     extent = int(max(coords.abs().max(), queries.abs().max())) + 1
     ordered, rows = _keys(coords, extent).sort()
     wanted = _keys(queries, extent)
@@ -151,10 +151,10 @@ class Problem:
 
 def _find_pairs(coords: Tensor, outputs: Tensor, layer: Layer) -> list[tuple[Tensor, Tensor]]:
     """Of a layer that is not transposed."""
-    base = outputs * torch.tensor([1, *[layer.stride] * 3], device=coords.device)
+    base = outputs * torch.tensor([1, *[layer.stride] * 3], device=coords.device, dtype=torch.int64)
     pairs = []
     for offset in layer.offsets():
-        rows = lookup(coords, base + torch.tensor([0, *offset], device=coords.device))
+        rows = lookup(coords, base + torch.tensor([0, *offset], device=coords.device, dtype=torch.int64))
         out = torch.nonzero(rows >= 0).flatten()
         pairs.append((rows[out], out))
     return pairs
@@ -507,7 +507,7 @@ class WarpConvNet(Adapter):
         self.convolve = importlib.import_module("warpconvnet.nn.functional.sparse_conv").spatially_sparse_conv
         self.voxels = types.Voxels
         counts = torch.bincount(self.problem.coords[:, 0].long(), minlength=self.problem.batch_size).cpu()
-        self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=counts.device), counts.cumsum(0)])
         self.sites = self.problem.coords[:, 1:].contiguous()
         self.options = dict.fromkeys(("fwd_algo", "dgrad_algo", "wgrad_algo"), self.variant)
 

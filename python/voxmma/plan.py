@@ -189,7 +189,9 @@ def _try(accumulator: str, call: _Call, groups: int, rows: int, repeats: int) ->
     with torch.no_grad():
         wide = run("fp32")[0]
         y, record = run(accumulator)
-        spread = torch.linspace(0, max(0, len(y) - 1), min(rows, len(y)), dtype=torch.float64).long()
+        spread = torch.linspace(
+            0, max(0, len(y) - 1), min(rows, len(y)), dtype=torch.float64, device="cpu"
+        ).long()
         errors, limit = shadow.check(call.x, call.weight, call.bias, call.mapping, y, record, spread)
         took = _milliseconds(lambda: run(accumulator), device, repeats)
     margin = None

@@ -188,7 +188,8 @@ def join_samples(
         raise ValueError(
             f"points holds {len(points)} samples, batch_size is {samples}, the limit {BATCH_MAX + 1}"
         )
-    sizes, together = torch.tensor([len(p) for p in points]), torch.cat(list(points))
+    sizes = torch.tensor([len(p) for p in points], dtype=torch.int64, device="cpu")
+    together = torch.cat(list(points))
     if together.is_cuda:  # from pageable memory the copy would wait
         sizes = sizes.pin_memory()
     sizes = sizes.to(together.device, non_blocking=True)

@@ -72,8 +72,8 @@ def _best(run: Callable[[], object], device: torch.device, repeats: int) -> floa
 
 def _gemm(device: torch.device, dtype: str, size: int) -> float:
     """TFLOP/s of size x size x size in `dtype`; fp32 with TF32 off."""
-    a = torch.randn(size, size, device=device).to(_DTYPES[dtype])
-    b = torch.randn(size, size, device=device).to(_DTYPES[dtype])
+    a = torch.randn(size, size, device=device, dtype=torch.float32).to(_DTYPES[dtype])
+    b = torch.randn(size, size, device=device, dtype=torch.float32).to(_DTYPES[dtype])
     out = torch.empty_like(a)
     with torchflags.undisturbed(), torchflags.preserved():
         torchflags.set_tf32(dtype == "tf32")

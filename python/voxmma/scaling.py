@@ -75,7 +75,7 @@ def _layer(
 
     with torch.no_grad():
         y, record = conv(xs[0])
-        rows = torch.linspace(0, n - 1, min(n, _CHECKED_ROWS), dtype=torch.float64).long()
+        rows = torch.linspace(0, n - 1, min(n, _CHECKED_ROWS), dtype=torch.float64, device="cpu").long()
         found, limit = shadow.check(xs[0].detach(), w.detach(), None, mapping, y, record, rows)
         del y
     ys = [conv(x)[0] for x in xs]
@@ -126,7 +126,7 @@ def run(
     rows: list[dict[str, Any]] = []
     for size in sorted(sizes):
         coords = coordinates(size, device)
-        empty = torch.zeros(len(coords), 1, device=device)
+        empty = torch.zeros(len(coords), 1, device=device, dtype=torch.float32)
         batch = int(coords[-1, 0]) + 1
 
         def fresh(coords: Tensor = coords, empty: Tensor = empty, batch: int = batch) -> KernelMap:

@@ -51,6 +51,14 @@ def tree(coords: CoordSet) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
+def statistics_break(coords: CoordSet) -> bool:
+    """Whether torch.compile has to leave sums over samples to eager code: the tree is no input of its graph.
+
+    Its depth and sizes depend on the scene.
+    """
+    return torch.compiler.is_compiling() and not coords.traced
+
+
 class _SampleSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, coords: CoordSet) -> torch.Tensor:

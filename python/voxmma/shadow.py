@@ -251,7 +251,7 @@ class Watch(Listener):
             if call % self._every or y.numel() == 0:
                 return
             self.checked[name] += 1
-            rows = torch.randperm(len(y), generator=self._generator)[: self._rows]
+            rows = torch.randperm(len(y), generator=self._generator, device="cpu")[: self._rows]
         bias = None if bias is None else bias.detach()
         errors, bound = check(x, weight, bias, mapping, y, record, rows)
         if not errors.within(bound):

@@ -145,7 +145,7 @@ class _Transformer(nn.Module):
     def __init__(self, vocabulary: int, width: int, layers: int, length: int) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
-        self.position = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.position = nn.Parameter(0.02 * torch.randn(length, width, dtype=torch.float32, device="cpu"))
         block = nn.TransformerEncoderLayer(width, width // 32, 4 * width, 0.0, "gelu", batch_first=True)
         self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, vocabulary)
@@ -224,19 +224,19 @@ def _mlp(full: bool) -> Workload:
 
     width, batch = (8192, 512) if full else (256, 64)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
-    target = torch.randn(batch, width)
+    target = torch.randn(batch, width, dtype=torch.float32, device="cpu")
     return Workload(
         "mlp",
         f"3 x Linear({width}, {width}), batch {batch}",
         model,
-        (torch.randn(batch, width),),
+        (torch.randn(batch, width, dtype=torch.float32, device="cpu"),),
         lambda out: F.mse_loss(wide(out), target.to(wide(out))),
     )
 
 
 def _transformer(full: bool) -> Workload:
     vocabulary, width, layers, length, batch = (4096, 512, 6, 256, 16) if full else (128, 64, 2, 32, 4)
-    tokens = torch.randint(vocabulary, (batch, length + 1))
+    tokens = torch.randint(vocabulary, (batch, length + 1), device="cpu")
     return Workload(
         "transformer",
         f"{layers} layers of {width}, {batch} x {length} tokens",
@@ -248,12 +248,12 @@ def _transformer(full: bool) -> Workload:
 
 def _classifier(full: bool) -> Workload:
     width, blocks, size, batch = (64, 3, 64, 64) if full else (8, 2, 16, 8)
-    labels = torch.randint(10, (batch,))
+    labels = torch.randint(10, (batch,), device="cpu")
     return Workload(
         "classifier",
         f"residual, {blocks} stages from {width} channels, {batch} images of {size} x {size}",
         _Classifier(width, blocks, 10),
-        (torch.randn(batch, 3, size, size),),
+        (torch.randn(batch, 3, size, size, dtype=torch.float32, device="cpu"),),
         lambda out: F.cross_entropy(out, labels.to(out.device)),
     )
 
@@ -262,12 +262,12 @@ def _sparse_unet(full: bool) -> Workload:
     width, levels = (64, 3) if full else (16, 2)
     scene = scenes.room(rooms=4, rays=600_000) if full else scenes.room(rays=4_000)
     coords = torch.from_numpy(scene.coords(0.03 if full else 0.12))
-    labels = torch.randint(len(scenes.CLASSES), (len(coords),))
+    labels = torch.randint(len(scenes.CLASSES), (len(coords),), device="cpu")
     return Workload(
         "sparse_unet",
         f"U-Net of {levels + 1} levels from {width} channels, {len(coords)} voxels",
         SparseUNet(4, width, len(scenes.CLASSES), levels),
-        (Voxels(coords, torch.randn(len(coords), 4)),),
+        (Voxels(coords, torch.randn(len(coords), 4, dtype=torch.float32, device="cpu")),),
         lambda out: F.cross_entropy(out, labels.to(out.device)),
     )
 
@@ -486,7 +486,9 @@ def run(
     rows: list[dict[str, Any]] = []
     for name in config.workloads:
         torch.manual_seed(config.seed)
-        work = _WORKLOADS[name](full)
+        with torch.device("cpu"):
+            work = _WORKLOADS[name](full)
+        work.model.float()  # whatever the default dtype
         reference = _reference(work, config, device)
         runners: list[tuple[_Runner, dict[str, Any], float]] = []
         for label, variant in {"baseline": config.baseline, **config.variants}.items():

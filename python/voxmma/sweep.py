@@ -398,7 +398,7 @@ def scene(device: torch.device, voxels: int) -> Voxels:
         side += 1
         coords = scenes.surface(side)
     index = torch.from_numpy(coords).to(device)
-    return Voxels(index, torch.zeros(len(index), 1, device=device))
+    return Voxels(index, torch.zeros(len(index), 1, device=device, dtype=torch.float32))
 
 
 def defaults(device: torch.device, voxels: int | None, repeats: int | None) -> tuple[int, int]:

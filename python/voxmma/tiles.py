@@ -410,6 +410,24 @@ def plan_call(
         requested. For bf16 and an fp16 accumulator the first two tiles take fp16 operands: such a call runs
         through voxmma.overflow.conv_rescaled (see `rescaled`).
     """
+    # As a frame of its own, where it is no constant, torch.compile would trace the records.
+    decide = _decide_outside if torch.compiler.is_compiling() else _decide
+    return decide(dtype, requested, decided_by, c_in, c_out, groups, target, pools, chunk, volume)
+
+
+def _decide(
+    dtype: torch.dtype,
+    requested: bool,
+    decided_by: str,
+    c_in: int,
+    c_out: int,
+    groups: int,
+    target: torch.device | tuple[int, int],
+    pools: Pools,
+    chunk: int,
+    volume: int,
+) -> Plan:
+    """`plan_call`, by what is on record now."""
     evidence = ""
     if asks_gate(dtype, requested, target, pools):
         from voxmma import gate
@@ -418,6 +436,9 @@ def plan_call(
     tuned = tunecache.stamp(target) if volume else 0
     shape = (c_in, c_out, groups, target)
     return _plan_call(dtype, requested, decided_by, *shape, pools, chunk, evidence, volume, tuned)
+
+
+_decide_outside = torch.compiler.disable(_decide)
 
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -698,8 +698,8 @@ def fp32_behaviour(device: str | torch.device, n: int = 64) -> dict[str, float]:
 
 def _fp32_behaviour(device: str | torch.device, n: int) -> dict[str, float]:
     gen = torch.Generator().manual_seed(20)
-    a = torch.randn(256, n, generator=gen).to(device)
-    b = torch.randn(n, 256, generator=gen).to(device)
+    a = torch.randn(256, n, generator=gen, dtype=torch.float32, device="cpu").to(device)
+    b = torch.randn(n, 256, generator=gen, dtype=torch.float32, device="cpu").to(device)
     y64, mag = a.double() @ b.double(), a.double().abs() @ b.double().abs()
     eta = {"matmul": float(((a @ b).double() - y64).abs().div(mag).max())}
     image, kernel = (

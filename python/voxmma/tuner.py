@@ -252,7 +252,7 @@ class Bench:
         sets = input_sets(device, (n_in * c_in + n_out * c_out) * case.dtype.itemsize)
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device).to(case.dtype)
+            return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(case.dtype)
 
         split = (volume, c_in, c_out) if groups == 1 else (volume, groups, c_in // groups, c_out // groups)
         self.case = case
@@ -589,7 +589,7 @@ def cases_on(
     `dtype`: 'fp16', 'bf16', 'fp32' or 'tf32'.
     """
     index = torch.from_numpy(coords).to(device)
-    source = Voxels(index, torch.zeros(len(index), 1, device=device)).coord_set
+    source = Voxels(index, torch.zeros(len(index), 1, device=device, dtype=torch.float32)).coord_set
     made = []
     for size, stride in kernels:
         mapping = kernel_map(source, size, stride=stride)

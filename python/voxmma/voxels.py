@@ -261,12 +261,12 @@ class Voxels:
         Raises ValueError naming the first voxel that lies outside the grid.
         """
         start = three_integers(origin, "origin")
-        cell = self.coords[:, 1:].long() - torch.tensor(start, device=self.device)
+        cell = self.coords[:, 1:].long() - torch.tensor(start, device=self.device, dtype=torch.int64)
         if spatial_shape is None:
             shape = tuple((cell.amax(0) + 1).clamp(min=1).tolist()) if self.num_voxels else (1, 1, 1)
         else:
             shape = positive_triple(spatial_shape, "spatial_shape")
-        outside = ((cell < 0) | (cell >= torch.tensor(shape, device=self.device))).any(1)
+        outside = ((cell < 0) | (cell >= torch.tensor(shape, device=self.device, dtype=torch.int64))).any(1)
         if bool(outside.any()):
             row = int(torch.nonzero(outside)[0])
             raise ValueError(
@@ -315,7 +315,7 @@ class Voxels:
                 raise ValueError(f"origin {start}: {'xyz'[axis]} of the grid leaves {COORD_MIN}..{COORD_MAX}")
         coords = torch.nonzero(mask)
         index = coords.unbind(1)
-        coords = (coords + torch.tensor((0, *start), device=dense.device)).int()
+        coords = (coords + torch.tensor((0, *start), device=dense.device, dtype=torch.int64)).int()
         coords = coords.contiguous()  # nonzero gives columns on CUDA
         return Voxels._make(
             CoordSet.trusted(coords, dense.shape[0]), last[index], positive_triple(stride, "stride")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from voxmma._types import positive
 from voxmma.coordops import lookup, union
-from voxmma.segments import sample_mean, spread
+from voxmma.segments import sample_mean, spread, statistics_break
 from voxmma.voxels import Voxels
 
 # ---- any function of the features --------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def sync_batch_norm(
         var = squares / count.clamp(min=1)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
-                rate = torch.where(count > 1, momentum, 0.0)
+                rate = (count > 1).to(count.dtype) * momentum
                 unbiased = squares.detach() / (count - 1).clamp(min=1)
                 for running, now in ((running_mean, mean.detach()), (running_var, unbiased)):
                     running.lerp_(now.to(running.dtype), rate.to(running.dtype))
@@ -133,11 +133,14 @@ def group_norm(
     """
     if not isinstance(x, Voxels):
         raise TypeError(f"x must be a voxmma.Voxels, statistics are per sample; got {type(x).__name__}")
+    coords = x.coord_set
+    if statistics_break(coords):
+        return _group_norm_outside(x, num_groups, weight, bias, eps)
     channels = x.feats.shape[1]
     num_groups = positive(num_groups, "num_groups")
     if channels % num_groups:
         raise ValueError(f"num_groups={num_groups} does not divide the {channels} channels of x")
-    coords, values = x.coord_set, _wide(x.feats)
+    values = _wide(x.feats)
 
     def group_mean(v: torch.Tensor) -> torch.Tensor:
         mean = sample_mean(v, coords).unflatten(1, (num_groups, -1)).mean(2, keepdim=True)
@@ -146,6 +149,9 @@ def group_norm(
     centred = values - spread(group_mean(values), coords)
     scale = torch.rsqrt(group_mean(centred.square()) + eps)
     return x.with_feats(_affine(centred * spread(scale, coords), weight, bias).to(x.dtype))
+
+
+_group_norm_outside = torch.compiler.disable(group_norm)
 
 
 def instance_norm(

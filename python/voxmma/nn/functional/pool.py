@@ -7,13 +7,14 @@ bit, and CPU and GPU add in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from voxmma.coords import CoordSet
-from voxmma.kernel_map import KernelMap
+from voxmma.kernel_map import Geometry, KernelMap, padding_triple, traceable
 from voxmma.nn.functional.sparse_conv import (
     KernelSize,
     Target,
@@ -23,7 +24,7 @@ from voxmma.nn.functional.sparse_conv import (
     stride_triple,
 )
 from voxmma.points import FEATURE_DTYPES
-from voxmma.segments import sample_argmax, sample_mean, sample_sum
+from voxmma.segments import sample_argmax, sample_mean, sample_sum, statistics_break
 from voxmma.voxels import Voxels
 
 # ---- windows -----------------------------------------------------------------------------------------------
@@ -42,6 +43,24 @@ def _windowed(
     size = kernel_triple(kernel_size)
     step = size if stride is None else stride_triple(stride)
     return resolve_map(x, size, step, dilation_triple(dilation), padding, coords=coords, given=kernel_map)
+
+
+def _breaks(
+    x: Voxels,
+    kernel_size: KernelSize,
+    stride: KernelSize | None,
+    dilation: KernelSize,
+    padding: KernelSize | None,
+    coords: Target | None,
+    kernel_map: KernelMap | None,
+) -> bool:
+    """Whether torch.compile has to leave a pooling to eager code; see voxmma.kernel_map.traceable."""
+    if not torch.compiler.is_compiling() or kernel_map is not None or not isinstance(x, Voxels):
+        return False
+    size, spread = kernel_triple(kernel_size), dilation_triple(dilation)
+    step = size if stride is None else stride_triple(stride)
+    geometry = Geometry(size, step, spread, padding_triple(padding, size, spread))
+    return not traceable(x.coord_set, geometry, coords is not None)
 
 
 def _directions(over: KernelMap, both: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -140,6 +159,8 @@ def min_pool_with_indices(
 
 
 def _extreme(x: Voxels, largest: bool, indices: bool, *window: Any) -> tuple[Voxels, PoolIndices]:
+    if _breaks(x, *window):
+        return _extreme_outside(x, largest, indices, *window)
     over, out_coords, out_stride = _windowed(x, *window)
     back = torch.is_grad_enabled() and x.feats.requires_grad
     y, winner = torch.ops.voxmma.pool_max(
@@ -152,6 +173,9 @@ def _extreme(x: Voxels, largest: bool, indices: bool, *window: Any) -> tuple[Vox
         back or indices,
     )
     return Voxels._make(out_coords, y, out_stride), PoolIndices(winner, over, x)
+
+
+_extreme_outside = torch.compiler.disable(_extreme)
 
 
 class PoolIndices:
@@ -228,8 +252,7 @@ def sum_pool(
     kernel_map: KernelMap | None = None,
 ) -> Voxels:
     """Sum of the inputs in each output's window, added in fp32 for half dtypes; otherwise as `max_pool`."""
-    over, out_coords, out_stride = _windowed(x, kernel_size, stride, dilation, padding, coords, kernel_map)
-    return Voxels._make(out_coords, _sum(x.feats, over), out_stride)
+    return _summed(x, False, kernel_size, stride, dilation, padding, coords, kernel_map)
 
 
 def avg_pool(
@@ -243,8 +266,17 @@ def avg_pool(
     kernel_map: KernelMap | None = None,
 ) -> Voxels:
     """Mean of the inputs present in each output's window, 0 where there is none; otherwise as `sum_pool`."""
-    over, out_coords, out_stride = _windowed(x, kernel_size, stride, dilation, padding, coords, kernel_map)
-    return Voxels._make(out_coords, _sum(x.feats, over, over.counts), out_stride)
+    return _summed(x, True, kernel_size, stride, dilation, padding, coords, kernel_map)
+
+
+def _summed(x: Voxels, mean: bool, *window: Any) -> Voxels:
+    if _breaks(x, *window):
+        return _summed_outside(x, mean, *window)
+    over, out_coords, out_stride = _windowed(x, *window)
+    return Voxels._make(out_coords, _sum(x.feats, over, over.counts if mean else None), out_stride)
+
+
+_summed_outside = torch.compiler.disable(_summed)
 
 
 def unpool(
@@ -270,6 +302,8 @@ def unpool(
     Raises TypeError or ValueError naming the argument.
     """
     _check(x)
+    if torch.compiler.is_compiling() and coords is None and not x.coord_set.traced:
+        return _unpool_outside(x, stride, generative=generative, max_voxels=max_voxels)
     size = kernel_triple(stride)
     over, out_coords, out_stride = resolve_map(
         x, size, size, (1, 1, 1), 0, True, generative, coords, max_voxels
@@ -277,17 +311,28 @@ def unpool(
     return Voxels._make(out_coords, _sum(x.feats, over), out_stride)
 
 
+_unpool_outside = torch.compiler.disable(unpool)
+
 # ---- samples -----------------------------------------------------------------------------------------------
+
+
+@torch.compiler.disable
+def _global_outside(pool: Callable[[Voxels], Tensor], x: Voxels) -> Tensor:
+    return pool(x)
 
 
 def global_sum_pool(x: Voxels) -> Tensor:
     """(batch_size, C) sum over the voxels of each sample, 0 for an empty one; in fp32 for half dtypes."""
+    if isinstance(x, Voxels) and statistics_break(x.coord_set):
+        return _global_outside(global_sum_pool, x)
     _check(x)
     return sample_sum(x.feats, x.coord_set).to(x.dtype)
 
 
 def global_avg_pool(x: Voxels) -> Tensor:
     """(batch_size, C) mean over the voxels of each sample, 0 for an empty one; in fp32 for half dtypes."""
+    if isinstance(x, Voxels) and statistics_break(x.coord_set):
+        return _global_outside(global_avg_pool, x)
     _check(x)
     return sample_mean(x.feats, x.coord_set).to(x.dtype)
 
@@ -297,6 +342,8 @@ def global_max_pool(x: Voxels) -> Tensor:
 
     Equal values: the gradient goes to the one in the smallest row. A NaN in the sample wins.
     """
+    if isinstance(x, Voxels) and statistics_break(x.coord_set):
+        return _global_outside(global_max_pool, x)
     _check(x)
     if x.num_voxels == 0:
         return x.feats.new_zeros((x.batch_size, x.feats.shape[1])) + x.feats.sum(0)

@@ -10,7 +10,15 @@ import torch
 from voxmma._types import Triple, as_tensor, positive, triple
 from voxmma.call import convolve, find_repeat, fp16_accum_flag
 from voxmma.coords import CoordSet
-from voxmma.kernel_map import MAX_KERNEL, MAX_OFFSET, MAX_STRIDE, KernelMap, padding_triple
+from voxmma.kernel_map import (
+    MAX_KERNEL,
+    MAX_OFFSET,
+    MAX_STRIDE,
+    Geometry,
+    KernelMap,
+    padding_triple,
+    traceable,
+)
 from voxmma.kernel_map import kernel_map as build_kernel_map
 from voxmma.tiles import DTYPE_NAMES
 from voxmma.voxels import Voxels
@@ -279,6 +287,10 @@ def sparse_conv(
     check_compute_dtype(compute_dtype)
     groups = positive(groups, "groups")
     size, dil = kernel_triple(kernel_size), dilation_triple(dilation)
+    if torch.compiler.is_compiling() and kernel_map is None and isinstance(x, Voxels):
+        geometry = Geometry(size, step, dil, padding_triple(padding, size, dil))
+        if not traceable(x.coord_set, geometry, generative or coords is not None):
+            return _outside(x, weight, bias, arguments, coords)
     fp16_accum_flag(use_fp16_accum, accumulator)
     _check_operands(x, weight, bias, math.prod(size), groups)
     made, out_coords, out_stride = resolve_map(
@@ -304,7 +316,7 @@ def sparse_conv(
         accumulator=accumulator,
         compute_dtype=dtype,
         out_dtype=out_dtype,
-        layer=named[0] if len(named) == 1 else _layer_name(size, *named),
+        layer=named[0] if len(named) == 1 else _layer_name(size, named[0], weight, groups),
         key=key,
     )
     return Voxels._make(out_coords, y, out_stride, record)
@@ -315,9 +327,22 @@ def _holds_tensor(arguments: tuple[Any, ...]) -> bool:
     return any(isinstance(part, torch.Tensor) for part in parts)
 
 
-def _layer_name(size: Triple, kind: type, in_channels: int, out_channels: int) -> str:
+@torch.compiler.disable
+def _outside(
+    x: Voxels,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    arguments: tuple[Any, ...],
+    coords: Target | None,
+) -> Voxels:
+    """`sparse_conv` between two graphs of torch.compile, so that it traces no cache and no bookkeeping."""
+    return sparse_conv(x, weight, bias, arguments, coords, None)
+
+
+def _layer_name(size: Triple, kind: type, weight: torch.Tensor, groups: int) -> str:
+    """From the weight: torch.compile may take a layer's ints for variable."""
     a, b, c = size
-    return f"{kind.__name__}({in_channels}, {out_channels}, {a}x{b}x{c})"
+    return f"{kind.__name__}({weight.shape[-2] * groups}, {weight.shape[-1] * groups}, {a}x{b}x{c})"
 
 
 def sparse_conv_transpose(

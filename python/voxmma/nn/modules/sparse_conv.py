@@ -11,7 +11,7 @@ from torch import nn
 from voxmma._types import planar, positive
 from voxmma.call import fp16_accum_flag
 from voxmma.derive import check_max_voxels
-from voxmma.kernel_map import KernelMap, padding_triple
+from voxmma.kernel_map import Geometry, KernelMap, padding_triple, traceable
 from voxmma.nn.functional.sparse_conv import (
     KernelSize,
     Target,
@@ -148,6 +148,10 @@ class SparseConv3d(nn.Module):
         the outputs shall be (a Voxels, a CoordSet or a tensor). Errors as in
         voxmma.nn.functional.spatially_sparse_conv.
         """
+        if torch.compiler.is_compiling() and kernel_map is None and isinstance(x, Voxels):
+            geometry = Geometry(self.kernel_size, self.stride, self.dilation, self.padding)
+            if not traceable(x.coord_set, geometry, self.generative or coords is not None):
+                return _outside(self, x, coords)
         own: dict[str, Any] = self._parameters
         if type(self) in _PLAIN and "weight" in own and "bias" in own:
             weight, bias = own["weight"], own["bias"]  # as Module.__getattr__ finds them, but fast
@@ -192,6 +196,12 @@ class SparseConv3d(nn.Module):
         if self.bias is None:
             parts.append("bias=False")
         return ", ".join(parts)
+
+
+@torch.compiler.disable
+def _outside(layer: SparseConv3d, x: Voxels, coords: Target | None) -> Voxels:
+    """A layer between two graphs of torch.compile, so that it traces no cache and no bookkeeping."""
+    return SparseConv3d.forward(layer, x, coords=coords)
 
 
 class SparseConvTranspose3d(SparseConv3d):

@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int group_id = threadIdx.x / kWarpGroup;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
-  // The items of this CTA, or of its cluster; chunks [chunk_begin, chunk_end) and offsets [k_begin, k_end) are its part.
+  // Items are dealt to CTAs, or to clusters, whose CTAs take chunks [chunk_begin, chunk_end) and some offsets of them.
   const int parts = Shared ? shared_by.count() : 1, rank = Shared ? cluster_rank() : 0;
   const auto worker = [&] { return blockIdx.x / parts; };
   const auto workers = [&] { return gridDim.x / parts; };

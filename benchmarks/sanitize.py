@@ -5,7 +5,8 @@
 
 racecheck wants a build with VOXMMA_RACECHECK=1 (csrc/conv/sm90.cuh says why). The option
 `--kernel-name kns=voxmma` saves time. Needs a CUDA GPU. Scenes: a hollow ball (unique rows of a tile
-fit one pass), a full box (two passes), random points. Every result is compared with fp64, so that a run
+fit one pass), a full box (two passes), random points, and so many of them that no tile is shared by several
+CTAs (docs/precision.md, "Small sets"), as all others are. Every result is compared with fp64, so that a run
 that only seems to work is seen too: exit code 1.
 """
 
@@ -37,7 +38,8 @@ def scenes() -> dict[str, torch.Tensor]:
     ball = grid[(distance < 8.6) & (distance > 6.9)]
     box = grid[(grid >= 0).all(1)]
     points = torch.randint(-16, 16, (700, 3), generator=generator).unique(dim=0)
-    made = {"ball": ball, "box": box, "points": points}
+    many = torch.randint(-60, 60, (18000, 3), generator=generator).unique(dim=0)
+    made = {"ball": ball, "box": box, "points": points, "many": many}
     return {name: torch.nn.functional.pad(c, (1, 0)).int().cuda() for name, c in made.items()}
 
 
@@ -99,7 +101,7 @@ def main() -> int:
     )
     parser.add_argument("--channels", default="8,16,32,64,96,128")
     parser.add_argument("--tiles", default="", help="parts of names, with commas; 'pool': pooling and points")
-    parser.add_argument("--scenes", default="ball,box,points")
+    parser.add_argument("--scenes", default="ball,box,points,many")
     args = parser.parse_args()
     parts = args.tiles.split(",")
     here = card(torch.device("cuda"))

@@ -1715,6 +1715,25 @@ py::list kernel_configs() {
   return list;
 }
 
+// CTAs that share an output of an fprop tile, or partial sums of dW of a wgrad tile. Channels are per group.
+int tile_parts(const std::string& tile, int64_t n_out, int64_t kernel_volume, int64_t c_in, int64_t c_out,
+               int64_t groups, int64_t sm_count) {
+  const KernelEntry* entry = find_kernel(tile.c_str());
+  TORCH_CHECK_VALUE(entry != nullptr, "tile='", tile, "' is not among the compiled kernels");
+  ConvArgs args{};
+  int* const sizes[] = {&args.plan.kernel_volume, &args.c_in,      &args.c_out, &args.groups,
+                        &args.sm_count,           &args.plan.tiles};
+  const int64_t values[] = {kernel_volume, c_in, c_out, groups, sm_count, (n_out + kTileM - 1) / kTileM};
+  for (int i = 0; i < 6; ++i) {
+    TORCH_CHECK_VALUE(values[i] > 0 && values[i] < int64_t{1} << 31, "sizes must be positive and less than 2^31, got ",
+                      values[i]);
+    *sizes[i] = static_cast<int>(values[i]);
+  }
+  args.plan.n_out = n_out;
+  args.out_dtype = entry->config.input;
+  return entry->parts == nullptr ? 1 : entry->parts(args);
+}
+
 #else  // a CPU-only build
 
 constexpr bool kHasCuda = false;
@@ -1774,6 +1793,7 @@ Tensor scatter_weighted_cuda(const Tensor&, const Tensor&, const Tensor&, const 
 Tensor mma_probe_cuda(int64_t, const Tensor&, const Tensor&, const Tensor&) { no_cuda(); }
 double mma_rate_cuda(int64_t) { no_cuda(); }
 py::list kernel_configs() { return py::list(); }
+int tile_parts(const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) { no_cuda(); }
 int64_t shared_memory(int64_t) { no_cuda(); }
 
 #endif
@@ -1857,6 +1877,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("BUILD_ID") = voxmma::kBuildId;
   m.attr("TORCH_VERSION") = voxmma::kTorchVersion;
   m.def("kernel_configs", &voxmma::kernel_configs);
+  m.def("tile_parts", &voxmma::tile_parts, py::arg("tile"), py::arg("n_out"), py::arg("kernel_volume"), py::arg("c_in"),
+        py::arg("c_out"), py::arg("groups"), py::arg("sm_count"));
   m.def("build_runs_on", &voxmma::build_runs_on, py::arg("archs"), py::arg("tile_arch"), py::arg("major"),
         py::arg("minor"));
   m.def("shared_memory", torch::wrap_pybind_function(voxmma::shared_memory), py::arg("device"));

@@ -15,6 +15,8 @@ float64, which holds every operand, product and partial sum exactly.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,18 +121,27 @@ def mma_dot(a: Array, b: Array, c: Array, kind: str, arch: str) -> Array:
     return d
 
 
-def conv_dot(a: Array, b: Array, kind: str, arch: str, chunk: int = 0) -> Array:
+def conv_dot(a: Array, b: Array, kind: str, arch: str, chunk: int = 0, parts: int = 1) -> Array:
     """A whole dot product of a convolution cell, in instruction steps over one accumulator.
 
     Args:
         a, b: (..., n), n a multiple of the instruction's k (pad with zeros).
         chunk: 0 = one accumulator from start to end; else the accumulator is added to an fp32 total (round to
             nearest) and cleared every ``chunk`` products: the promoted scheme.
+        parts: pieces of the products, nearly equal and whole instructions, that are summed on their own and
+            added in fp32 (round to nearest) in order, as the kernels do for small sets.
 
     Returns:
-        (...) as float64, in the accumulator's format (fp32 when promoted), before output rounding.
+        (...) as float64, in the accumulator's format (fp32: promoted, in parts), before output rounding.
     """
     n, step = a.shape[-1], KINDS[kind].k
+    if parts > 1:
+        ends = [n // step * part // parts * step for part in range(parts + 1)]
+        sums = [
+            conv_dot(a[..., i:j], b[..., i:j], kind, arch, chunk).astype(np.float32)
+            for i, j in itertools.pairwise(ends)
+        ]
+        return functools.reduce(np.add, sums).astype(np.float64)
     if n % step or chunk % step:
         raise ValueError(f"n={n} and chunk={chunk} must be multiples of k={step}")
     zero = np.zeros(np.broadcast_shapes(a.shape[:-1], b.shape[:-1]))

@@ -285,13 +285,9 @@ def test_fault_58_gate_and_tuner_run_under_any_default(tmp_path: Path, defaults:
     data = Data(device)
     defaults()
     with voxmma.settings.override(cache_dir=str(tmp_path)):
-        tile = next(t for t in tiles.compiled() if t.accum == "fp16" and t.runs_on(_capability(device)))
+        tile = next(t for t in tiles.compiled() if t.accum == "fp16" and t.runs_on(tiles.card(device)))
         assert gate.measure(tile, data.x.half(), repeats=1).checks
         assert tuner.tune(copy.deepcopy(data.net).half(), data.x.half(), repeats=2)
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 # ---- every call that makes a tensor says where and of what type ------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import voxmma
-from voxmma.accuracy import ARCHITECTURES, FAMILIES, arch_of, bound
+from voxmma.accuracy import ARCHITECTURES, FAMILIES, MAX_PARTS, arch_of, bound
 
 from emulator import (
     KINDS,
@@ -168,6 +168,8 @@ def test_bounds_hold_on_every_family(family: str, kind: str, arch: str) -> None:
     limit = bound(spec.accumulator, n, spec.in_format, spec.accumulator, arch, offsets=27)
     worst = eta(conv_dot(a, b, kind, arch), a, b, limit.floor).max()
     assert worst <= limit.eta
+    for parts in (3, MAX_PARTS):
+        assert eta(conv_dot(a, b, kind, arch, parts=parts), a, b, limit.floor).max() <= limit.eta
     if (
         family == "one_signed"
     ):  # the bound is a bound of this arithmetic, not of anything: within 40x of the worst seen
@@ -180,8 +182,28 @@ def test_promoted_bound_holds(family: str, chunk: int) -> None:
     n = 27 * 128
     a, b = operands(family, "fp16", 128, n)
     limit = bound("fp16_promoted", n, "fp16", "fp16", "hopper", offsets=27, chunk=chunk)
-    y = round_fp16(conv_dot(a, b, "f16_f16", "hopper", chunk))
-    assert eta(y, a, b, limit.floor).max() <= limit.eta
+    for parts in (1, MAX_PARTS):
+        y = round_fp16(conv_dot(a, b, "f16_f16", "hopper", chunk, parts))
+        assert eta(y, a, b, limit.floor).max() <= limit.eta
+
+
+def test_sums_in_parts_lose_no_more() -> None:
+    """One-signed sums, whose fp16 error grows with every addition, are better in parts."""
+    a, b = operands("one_signed", "fp16", 256, 27 * 64)
+    found = {p: eta(conv_dot(a, b, "f16_f16", "hopper", parts=p), a, b).max() for p in (1, 2, MAX_PARTS)}
+    assert found[MAX_PARTS] < found[2] < found[1]
+    assert np.array_equal(conv_dot(a, b, "f16_f32", "hopper", parts=1), conv_dot(a, b, "f16_f32", "hopper"))
+
+
+def test_a_promoted_sum_of_one_block_a_part_rounds_in_every_addition() -> None:
+    """The worst case that the bound's P u is for: products that cancel, a chunk each, in eight parts."""
+    n = 16 * MAX_PARTS
+    a = np.ones((1, n))
+    b = np.zeros((1, n))
+    b[0, ::16] = [1, *[2.0**-24] * (MAX_PARTS - 1)]  # lost: half a unit of 1 each
+    limit = bound("fp16_promoted", MAX_PARTS, "fp16", "fp32", "hopper", chunk=16)
+    y = conv_dot(a, b, "f16_f16", "hopper", 16, MAX_PARTS)
+    assert y[0] == 1 and 6.9 * 2.0**-24 < eta(y, a, b)[0] <= limit.eta
 
 
 def test_promotion_makes_the_error_independent_of_channels() -> None:

@@ -20,7 +20,7 @@ from voxmma.coordops import devoxelise
 from voxmma.nn import functional as F
 from voxmma.nn.functional.sparse_conv import spatially_sparse_conv
 from voxmma.nn.modules.sparse_conv import SparseConv3d
-from voxmma.tiles import compiled
+from voxmma.tiles import card, compiled
 
 from conftest import kernel_offsets, random_coords, surface_coords
 
@@ -133,7 +133,7 @@ def test_fault_42_rows_that_span_more_than_64_gib() -> None:
     kmap = voxmma.kernel_map(voxels.coord_set, 3)
     ops, seen = torch.ops.voxmma, set()
     for tile in compiled():
-        if tile.input != "fp16" or not tile.runs_on(torch.cuda.get_device_capability(device)):
+        if tile.input != "fp16" or not tile.runs_on(card(device)):
             continue
         seen.add((tile.op, tile.arch))
         if tile.op == "wgrad":

@@ -17,7 +17,7 @@ from voxmma.coordops import devoxelise
 from voxmma.nn import SparseConv3d
 from voxmma.nn import functional as F
 from voxmma.nn.functional import spatially_sparse_conv
-from voxmma.tiles import compiled
+from voxmma.tiles import card, compiled
 from voxmma.voxels import Voxels
 
 from conftest import random_coords
@@ -38,8 +38,8 @@ def tiles(device: torch.device, op: str) -> Iterator[tuple[str, torch.dtype, str
     """(name, dtype, accumulator) of every tile of an operation that the device can run."""
     rows = CPU_TILES
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        rows = [(t.name, t.op, t.input, t.accum) for t in compiled() if t.runs_on(capability)]
+        here = card(device)
+        rows = [(t.name, t.op, t.input, t.accum) for t in compiled() if t.runs_on(here)]
     found = [(name, DTYPES[kind], accum) for name, of, kind, accum in rows if of == op]
     assert found
     yield from found
@@ -98,8 +98,24 @@ class Case:
 
 CASES = pytest.mark.parametrize(
     "shape",
-    [(3, 1, 40, 24), (2, 1, 72, 136), (3, 2, 24, 40), (2, 1, 5, 3), (3, 4, 5, 3), (3, 16, 1, 1)],
-    ids=["3x3x3", "2x2x2_two_blocks", "groups", "unaligned", "narrow_groups", "depthwise"],
+    [
+        (3, 1, 40, 24),
+        (2, 1, 72, 136),
+        (3, 2, 24, 40),
+        (2, 1, 5, 3),
+        (3, 4, 5, 3),
+        (3, 16, 1, 1),
+        (3, 64, 8, 8),
+    ],
+    ids=[
+        "3x3x3",
+        "2x2x2_two_blocks",
+        "groups",
+        "unaligned",
+        "narrow_groups",
+        "depthwise",
+        "too_many_to_share",
+    ],
 )
 
 

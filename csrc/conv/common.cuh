@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -164,6 +165,49 @@ __device__ __forceinline__ uint32_t dealt(uint32_t round, uint32_t index, uint32
   return round * count + (round & 1 ? count - 1 - index : index);
 }
 
+// A launch with fewer items (tile, block of output channels, group) than multiprocessors has each of them shared by
+// several CTAs: a part takes the products of some chunks of input channels under some offsets, and the fp32 sums of the
+// parts are added in their order. The parts of an item follow each other, chunks fastest.
+inline constexpr int kMaxParts = 8;
+struct Parts {
+  int chunks = 1, offsets = 1;  // kMaxParts at most together, and no more than there are of each
+  __host__ __device__ int count() const { return chunks * offsets; }
+  // Chunks of part `rank` are chunk(rank, n) .. chunk_end(rank, n) - 1, of n.
+  __device__ int chunk(int rank, int n) const { return n * (rank % chunks) / chunks; }
+  __device__ int chunk_end(int rank, int n) const { return n * (rank % chunks + 1) / chunks; }
+  // Offsets of part `rank`, as bits of a pass: bit j is offset k_begin + j. At least one of every part, over all passes.
+  __device__ uint32_t offsets_of(int rank, int volume, const Pass& pass) const {
+    const auto below = [&](int k) {  // bits of the pass's offsets that are less than k
+      const int bits = min(max(k - pass.k_begin, 0), pass.k_count);
+      return bits == 32 ? ~0u : (1u << bits) - 1;
+    };
+    return below(volume * (rank / chunks + 1) / offsets) & ~below(volume * (rank / chunks) / offsets);
+  }
+};
+
+// The parts that make a launch of `items` shortest, 1 where the multiprocessors have enough to do. In units of one step
+// (an offset and a chunk): a CTA starts in kStart of them, extra(parts) is what adding the sums takes, and
+// at_once(parts) items run at a time.
+template <class AtOnce, class Extra>
+inline Parts share_items(int64_t items, int chunks, int volume, int sm_count, AtOnce at_once, Extra extra) {
+  constexpr int64_t kStart = 8;
+  Parts best;
+  if (items >= sm_count) return best;
+  int64_t least = (kStart + int64_t{chunks} * volume) * 15 / 16;
+  for (int parts = 2; parts <= kMaxParts; ++parts) {
+    for (int c = parts; c >= 1; --c) {  // a chunk's rows are gathered by all its parts, so rather more parts of those
+      if (parts % c != 0 || c > chunks || parts / c > volume) continue;
+      const int64_t steps = ceil_div(chunks, c) * ceil_div(volume, parts / c);
+      const int64_t took = ceil_div(items, at_once(parts)) * (kStart + steps + extra(parts));
+      if (took >= least) continue;
+      least = took;
+      best.chunks = c;
+      best.offsets = parts / c;
+    }
+  }
+  return best;
+}
+
 // Can rows of `ld` elements of `bytes` bytes each, entered at multiples of `step` elements, take 16-byte accesses?
 inline bool rows_aligned16(const void* base, int64_t ld, int64_t step, int bytes) {
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 && ld * bytes % 16 == 0 && step * bytes % 16 == 0;
@@ -248,6 +292,32 @@ cudaError_t launch_kernel(void (*kernel)(Params...), int64_t blocks, int threads
 
 inline size_t no_workspace(const ConvArgs&) { return 0; }
 
+// Parts of a kernel whose CTAs leave their sums in memory, [parts][n_out][groups * c_out], for reduce_parts. A step takes
+// about half a microsecond; adding up a launch and the time of its bytes.
+inline Parts share_items(const ConvArgs& args, int64_t items, int chunks, int ctas_an_sm, int dtype_bytes) {
+  constexpr int64_t kLaunch = 4, kBytes = 1'000'000;  // steps, and bytes written and read in one
+  const int64_t bytes = args.plan.n_out * args.groups * args.c_out * dtype_bytes;
+  return share_items(
+      items, chunks, args.plan.kernel_volume, args.sm_count,
+      [&](int parts) { return std::max<int64_t>(1, int64_t{ctas_an_sm} * args.sm_count / parts); },
+      [&](int parts) { return kLaunch + parts * bytes / kBytes; });
+}
+inline size_t parts_workspace(const ConvArgs& args, const Parts& parts, int dtype_bytes) {
+  if (parts.count() == 1) return 0;
+  return static_cast<size_t>(parts.count()) * args.plan.n_out * args.groups * args.c_out * dtype_bytes;
+}
+// The launch that leaves the parts' sums, of type `acc`, in the workspace; `args` as they are where nothing is shared.
+inline ConvArgs parts_args(ConvArgs args, const Parts& parts, DType acc) {
+  if (parts.count() == 1) return args;
+  args.out = args.workspace;
+  args.ldo = static_cast<int64_t>(args.groups) * args.c_out;
+  args.out_dtype = acc;
+  args.bias = nullptr;
+  return args;
+}
+// Adds them in order, then the bias, and rounds once. Does nothing where nothing is shared. Defined in pack.cu.
+cudaError_t reduce_parts(const ConvArgs& args, const Parts& parts, DType acc, cudaStream_t stream);
+
 // Number of parts the tiles are split into by a wgrad kernel that starts `blocks` CTAs a part and leaves `count` partial
 // sums of `bytes` bytes: two waves of CTAs, at most 256 MB, never more than there are tiles, at least 1.
 inline int wgrad_splits(const ConvArgs& args, int64_t blocks, int64_t count, int bytes) {
@@ -256,6 +326,11 @@ inline int wgrad_splits(const ConvArgs& args, int64_t blocks, int64_t count, int
   if (splits > most) splits = most;
   if (splits > args.plan.tiles) splits = args.plan.tiles;
   return static_cast<int>(splits < 1 ? 1 : splits);
+}
+
+// Bytes of a wgrad kernel's partial sums. A single split writes dW itself.
+inline size_t wgrad_workspace(int splits, int64_t count, int bytes) {
+  return splits == 1 ? 0 : static_cast<size_t>(splits) * count * bytes;
 }
 
 // out[i] = sum over s, in order, of partial[s][i]; partial is fp32 or fp64 (`acc`). Defined in pack.cu.

@@ -7,6 +7,8 @@
 //       accumulators [256][BN] += rows picked by the local index, times weights; inactive 16-row fragments are skipped
 //   store through plan.order, with bias
 //
+// Small sets: several CTAs share a tile (Parts in common.cuh), store fp32 sums, and reduce_parts adds them.
+//
 // A fragment of 16 output rows is read by ldmatrix with one address per row, so the second gather costs nothing.
 #pragma once
 
@@ -55,7 +57,7 @@ struct FpropSm80 {
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
-    fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, const bool vec) {
+    fprop_sm80_kernel(const ConvArgs args, const int n_blocks, const int chunks, const bool vec, const Parts parts) {
   using T = type_of<C::In>;
   extern __shared__ __align__(1024) unsigned char smem[];
   const PlanView& plan = args.plan;
@@ -63,10 +65,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const int wm = warp % C::kWarpsM, wn = warp / C::kWarpsM;
 
   // Channel blocks of a tile run next to each other and share its rows in L2.
-  const int nb = static_cast<int>(blockIdx.x % n_blocks);
-  const int group = static_cast<int>(blockIdx.x / n_blocks % args.groups);
-  const ScheduledTile scheduled = load_scheduled(plan.schedule, blockIdx.x / n_blocks / args.groups);
+  const int part = static_cast<int>(blockIdx.x % parts.count());
+  const unsigned item = blockIdx.x / parts.count();
+  const int nb = static_cast<int>(item % n_blocks);
+  const int group = static_cast<int>(item / n_blocks % args.groups);
+  const ScheduledTile scheduled = load_scheduled(plan.schedule, item / n_blocks / args.groups);
   const int tile = scheduled.tile;
+  const int chunk_begin = parts.chunk(part, chunks), chunk_end = parts.chunk_end(part, chunks);
 
   const T* x = static_cast<const T*>(args.a) + group * args.a_group;  // (n_in, lda), this group's first channel
   const char* image = static_cast<const char*>(args.b) +              // [K][chunks][BN][CK], swizzled
@@ -80,7 +85,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 
   // Lane l holds the offset bits of fragment l % 16; all lanes together, the offsets that the tile needs at all.
   const auto load_frag = [&](int pass) {
-    return __ldg(plan.frag + static_cast<int64_t>(pass) * kFrags + lane % kFrags);
+    const uint32_t frag = __ldg(plan.frag + static_cast<int64_t>(pass) * kFrags + lane % kFrags);
+    return parts.offsets == 1 ? frag : frag & parts.offsets_of(part, plan.kernel_volume, load_pass(plan, pass));
   };
   const auto pass_mask = [&](int pass) { return __reduce_or_sync(~0u, load_frag(pass)); };
 
@@ -94,7 +100,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     for (; pass < pass_end && !(ahead.mask = pass_mask(pass)); ++pass) {
     }
     ahead.pass = pass;
-    ahead.chunk = 0;
+    ahead.chunk = chunk_begin;
     ahead.bits = ahead.mask;
     ahead.k_begin = ahead.mask ? load_pass(plan, pass).k_begin : 0;
   };
@@ -110,7 +116,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       }
       ahead.bits &= ahead.bits - 1;
       if (!ahead.bits) {
-        if (++ahead.chunk < chunks)
+        if (++ahead.chunk < chunk_end)
           ahead.bits = ahead.mask;
         else
           ahead_open(ahead.pass + 1);
@@ -162,12 +168,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     const uint32_t frag = load_frag(p);
     const uint32_t mask = __reduce_or_sync(~0u, frag);
     if (!mask) continue;
-    for (int chunk = 0; chunk < chunks; ++chunk) {
+    for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
       const int left = args.c_in - chunk * C::CK;
       const int steps = min(C::kSteps, (left + C::kStepK - 1) / C::kStepK);  // MMA steps with channels in them
       __syncthreads();  // every warp has finished with the rows (and indices) that are overwritten now
       const Pass pass = load_pass(plan, p);
-      if (chunk == 0) copy_local(pass);
+      if (chunk == chunk_begin) copy_local(pass);
       gather(pass, chunk, steps);
       cp_async_commit();
       bool arrived = false;  // are this chunk's rows known to be there?
@@ -276,7 +282,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     for (int half = 0; half < 2; ++half) {
       const int tile_row = (wm + i * C::kWarpsM) * kFragRows + half * 8 + lane / 4;
       const int row = __ldg(plan.order + static_cast<int64_t>(tile) * kTileM + tile_row);
-      const int64_t at = row * args.ldo + static_cast<int64_t>(group) * args.c_out + channel0;
+      const int64_t at = (part * plan.n_out + row) * args.ldo + static_cast<int64_t>(group) * args.c_out + channel0;
       const auto get = [&](int n) {
         const float2 v = acc[i][n].row(half);
         return make_float2(v.x + bias[n].x, v.y + bias[n].y);
@@ -287,7 +293,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         store_row<T, C::kFragsN>(row < 0 ? nullptr : static_cast<T*>(args.out) + at, cols, vec, get);
     }
   }
-  if (any_nonfinite(flags)) {
+  if (part == 0 && any_nonfinite(flags)) {
 #pragma unroll 1
     for (int i = 0; i < C::kFragsM; ++i)
       add_nonfinite<C::In, C::kSplit>(args, scheduled, (wm + i * C::kWarpsM) * kFragRows, group, channel0,
@@ -296,20 +302,31 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 }
 
 template <class C>
-cudaError_t launch_fprop_sm80(const ConvArgs& args, cudaStream_t stream) {
+Parts fprop_sm80_parts(const ConvArgs& args) {
+  return share_items(args, ceil_div(args.c_out, C::BN) * args.groups * args.plan.tiles,
+                     static_cast<int>(ceil_div(args.c_in, C::CK)), C::kMinBlocks, 4);
+}
+
+template <class C>
+cudaError_t launch_fprop_sm80(const ConvArgs& given, cudaStream_t stream) {
+  const Parts parts = fprop_sm80_parts<C>(given);
+  const ConvArgs args = parts_args(given, parts, DType::f32);
   const int n_blocks = static_cast<int>(ceil_div(args.c_out, C::BN));
   const int chunks = static_cast<int>(ceil_div(args.c_in, C::CK));
   const bool vec = rows_aligned16(args.out, args.ldo, args.c_out, dtype_bytes(args.out_dtype));
-  const int64_t blocks = static_cast<int64_t>(args.plan.tiles) * args.groups * n_blocks;
-  return launch_kernel(fprop_sm80_kernel<C>, blocks, C::kThreads, C::kSmem, stream, args, n_blocks, chunks, vec);
+  const int64_t blocks = static_cast<int64_t>(args.plan.tiles) * args.groups * n_blocks * parts.count();
+  const cudaError_t status =
+      launch_kernel(fprop_sm80_kernel<C>, blocks, C::kThreads, C::kSmem, stream, args, n_blocks, chunks, vec, parts);
+  return status != cudaSuccess ? status : reduce_parts(given, parts, DType::f32, stream);
 }
 
 template <class C>
 KernelEntry fprop_sm80_entry(const char* name) {
   return {{name, Op::fprop, C::In, C::Acc, kTileM, C::BN, C::CK, C::kStages, C::Sum::kAtom, C::kPromoteConfig, 80,
            C::kSmem},
-          no_workspace,
-          launch_fprop_sm80<C>};
+          [](const ConvArgs& args) { return parts_workspace(args, fprop_sm80_parts<C>(args), 4); },
+          launch_fprop_sm80<C>,
+          [](const ConvArgs& args) { return fprop_sm80_parts<C>(args).count(); }};
 }
 
 }  // namespace voxmma

@@ -9,9 +9,14 @@
 // and passes of the item. A stage of offsets that no row of a warpgroup uses is skipped by that warpgroup; an offset
 // that no row of the tile uses is not even loaded. A reads cost nothing extra: ldmatrix takes one address a row.
 //
+// Where there are fewer items than multiprocessors, a cluster of CTAs shares an item (Parts in common.cuh). When the
+// mainloops are over, every CTA leaves its fp32 sums in shared memory, and each adds a share of the rows over the whole
+// cluster in the order of the ranks.
+//
 // Registers: 640 threads x 96 at launch = producers 128 x 32 + consumers 512 x 112.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "nonfinite.cuh"
@@ -49,10 +54,72 @@ struct FpropConfig {
   static constexpr int kSmemBytes = kBarAt + kBars * 8 + 1024;  // + alignment of the base
   static_assert(kWeightAt % 1024 == 0 && kWeightBytes % 1024 == 0 && kLocalAt % 16 == 0 && kBarAt % 8 == 0);
   static_assert(kSmemBytes <= 227 * 1024);
+
+  // Sums of a part, behind the mainloop, over the rings: [kTileM][kSumPitch] fp32. 8 floats more than a row has keep
+  // the stores of a warp, 8 rows at a time, free of bank conflicts.
+  static constexpr int kSumPitch = BN + 8;
+  static_assert(kTileM * kSumPitch * 4 <= kFragAt);
 };
 
+// The fp32 sums of an item lie in the shared memory of the cluster's CTAs. Adds those of this CTA's fragments of rows in
+// the order of the ranks, then the bias, rounds once and scatters the rows to the caller's order. Consumer threads only.
+//   g, col0  group and first column of the item inside it
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_constant__ ConvArgs args) {
+__device__ void store_shared_item(const ConvArgs& args, uint32_t sums, int tile, int g, int col0, int rank, int parts) {
+  using T = typename C::T;
+  constexpr int kQuads = C::BN / 4;  // columns four at a time
+  const int left = args.c_out - col0;
+  const float* bias = args.bias ? args.bias + g * args.c_out + col0 : nullptr;
+  const bool wide = args.c_out % 8 == 0 && args.ldo % 8 == 0;
+  const int first = kFrags * rank / parts * kFragRows, end = kFrags * (rank + 1) / parts * kFragRows;
+  for (int i = threadIdx.x; i < (end - first) * kQuads; i += C::kConsumers * kWarpGroup) {
+    const int row = first + i / kQuads, col = i % kQuads * 4;
+    const int out_row = __ldg(args.plan.order + int64_t(tile) * kTileM + row);
+    if (out_row < 0 || col >= left) continue;
+    float4 part[kMaxParts];
+#pragma unroll
+    for (int p = 0; p < kMaxParts; ++p) {
+      if (p < parts) part[p] = lds_cluster(sums + (row * C::kSumPitch + col) * 4, p);
+    }
+    float v[4] = {part[0].x, part[0].y, part[0].z, part[0].w};
+#pragma unroll
+    for (int p = 1; p < kMaxParts; ++p) {
+      if (p < parts) v[0] += part[p].x, v[1] += part[p].y, v[2] += part[p].z, v[3] += part[p].w;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (bias != nullptr && col + e < left) v[e] += __ldg(bias + col + e);
+    }
+    const int64_t at = out_row * args.ldo + int64_t(g) * args.c_out + col0 + col;
+    if (args.out_dtype == DType::f32) {
+      float* out = static_cast<float*>(args.out) + at;
+      if (wide) {
+        *reinterpret_cast<float4*>(out) = make_float4(v[0], v[1], v[2], v[3]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (col + e < left) out[e] = v[e];
+        }
+      }
+    } else {
+      T* out = static_cast<T*>(args.out) + at;
+      const uint32_t half[2] = {pack2<T>(make_float2(v[0], v[1])), pack2<T>(make_float2(v[2], v[3]))};
+      if (wide) {
+        *reinterpret_cast<uint2*>(out) = make_uint2(half[0], half[1]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (col + e < left) out[e] = reinterpret_cast<const T*>(half)[e];
+        }
+      }
+    }
+  }
+}
+
+// Shared: a cluster of shared_by.count() CTAs to an item, and no CTA takes a second one.
+template <class C, bool Shared>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    fprop_kernel(const __grid_constant__ ConvArgs args, const __grid_constant__ Parts shared_by) {
 #if defined(VOXMMA_SM90A)
   using T = typename C::T;
   using Acc = typename C::Acc;
@@ -75,6 +142,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
   const int group_id = threadIdx.x / kWarpGroup;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int lane = threadIdx.x % 32;
+  // Items are dealt to CTAs, or to clusters, whose CTAs take chunks [chunk_begin, chunk_end) and some offsets of them.
+  const int parts = Shared ? shared_by.count() : 1, rank = Shared ? cluster_rank() : 0;
+  const auto worker = [&] { return blockIdx.x / parts; };
+  const auto workers = [&] { return gridDim.x / parts; };
+  const int chunk_begin = Shared ? shared_by.chunk(rank, chunks) : 0;
+  const int chunk_end = Shared ? shared_by.chunk_end(rank, chunks) : chunks;
 
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = C::kConsumers * 4 * kReleases;
@@ -100,7 +173,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
 
   if (group_id == C::kConsumers) {  // ---- producer warpgroup ----
     cutlass::arch::warpgroup_reg_dealloc<32>();
-    PassWalk walk(plan.schedule, plan.tiles, blockIdx.x, gridDim.x, per_tile);
+    PassWalk walk(plan.schedule, plan.tiles, worker(), workers(), per_tile);
     if (warp == C::kConsumers * 4) {  // weights and pass data
       const uint32_t flags = load_flags(args.raw);
       RingState<C::kStages> ws;
@@ -109,7 +182,13 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
       uint32_t next_frag = walk.done() || lane >= kFrags ? 0 : __ldg(plan.frag + int64_t(walk.pass()) * kFrags + lane);
       while (!walk.done()) {
         const Pass pass = next;
-        const uint32_t used = __reduce_or_sync(0xffffffffu, next_frag);  // offsets any row of the tile uses
+        uint32_t used = __reduce_or_sync(0xffffffffu, next_frag);  // offsets any row of the tile uses
+        bool rows = used != 0;                                     // are they copied?
+        if constexpr (Shared) {
+          const uint32_t share = shared_by.offsets_of(rank, plan.kernel_volume, pass);
+          used &= share;
+          rows = rows && share != 0;
+        }
         const bool nonfinite = any_nonfinite(flags);
         const int id = walk.pass(), tile = walk.tile(), within = walk.within();
         const bool last = walk.last_pass();
@@ -121,7 +200,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
         if (lane == 0) {
           wait_empty(pass_empty + ps.index * 8, ps.phase);
           const uint32_t bar = pass_full + ps.index * 8;
-          sts_v4(smem_u + C::kHeadAt + ps.index * 16, make_int4(pass.k_begin, last, nonfinite, 0));
+          sts_v4(smem_u + C::kHeadAt + ps.index * 16, make_int4(used, last, nonfinite, rows));
           const int local_bytes = pass.k_count * kTileM * 2;
           arrive_expect(bar, local_bytes + kFrags * 4);
           bulk_copy(smem_u + C::kLocalAt + ps.index * C::kLocalBytes,
@@ -132,7 +211,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
           const char* image =
               static_cast<const char*>(args.b) +
               (int64_t(g * blocks_n + nb) * plan.kernel_volume + pass.k_begin) * chunks * C::kBlockBytes;
-          for (int chunk = 0; chunk < chunks; ++chunk) {
+          for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
             for (uint32_t rest = used; rest != 0;) {
               wait_empty(weight_empty + ws.index * 8, ws.phase);
               arrive_expect(weight_full + ws.index * 8, C::kWeightBytes);
@@ -160,12 +239,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
       while (!walk.done()) {
         const Pass pass = load_pass(plan.passes + walk.pass());
         const int g = walk.within() / blocks_n;
-        if (pass.uniq_count > 0) {
+        if (pass.uniq_count > 0 && (!Shared || shared_by.offsets_of(rank, plan.kernel_volume, pass) != 0)) {
           RowIds<kUniqueMax, C::kGatherWarps> ids;
           ids.load(plan.uniq + int64_t(pass.uniq_begin4) * 4, pass.uniq_count, row_pieces, gather_warp, lane);
           const char* src = static_cast<const char*>(args.a) + g * args.a_group * 2;
 #pragma unroll 1
-          for (int chunk = 0; chunk < chunks; ++chunk) {
+          for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
             wait_empty(row_empty + rs.index * 8, rs.phase);
             ids.gather<C::kRowBytes, 0, kUniqueMax, 4>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes,
                                                        src + chunk * C::kRowBytes, pass.uniq_count,
@@ -177,6 +256,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
         walk.advance();
       }
       asm volatile("cp.async.wait_all;\n" ::: "memory");
+    }
+    if constexpr (Shared) {  // as often as the consumers
+      cluster_sync();
+      cluster_sync();
     }
   } else {  // ---- consumer warpgroups ----
     cutlass::arch::warpgroup_reg_alloc<112>();
@@ -203,7 +286,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
       }
     };
 
-    for (uint32_t round = 0, item; (item = dealt(round, blockIdx.x, gridDim.x)) < items; ++round) {
+    for (uint32_t round = 0, item; (item = dealt(round, worker(), workers())) < items; ++round) {
       const int tile = __ldg(&plan.schedule[item / per_tile].tile), within = int(item % per_tile);
       // The first rows of a tile have the most neighbours, the last ones the fewest: the warpgroups swap places.
       const int block = C::kSwap && round % 2 != 0 ? C::kConsumers - 1 - group_id : group_id;
@@ -216,20 +299,15 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
       bool last = false;
       while (!last) {
         wait_full(pass_full + ps.index * 8, ps.phase);
-        last = lds_u32(smem_u + C::kHeadAt + ps.index * 16 + 4) != 0;
-        const uint32_t frag = smem_u + C::kFragAt + ps.index * kFrags * 4;
-        uint32_t used = 0;
-#pragma unroll
-        for (int i = 0; i < C::kConsumers; ++i) {
-          const uint4 f = lds_v4(frag + i * 16);
-          used |= f.x | f.y | f.z | f.w;
-        }
-        const uint4 f = lds_v4(frag + block * 16);
-        const uint32_t mine = f.x | f.y | f.z | f.w;  // offsets this warpgroup's 64 rows use
+        const uint4 head = lds_v4(smem_u + C::kHeadAt + ps.index * 16);
+        last = head.y != 0;
+        const uint32_t used = head.x;
+        const uint4 f = lds_v4(smem_u + C::kFragAt + ps.index * kFrags * 4 + block * 16);
+        const uint32_t mine = (f.x | f.y | f.z | f.w) & used;  // offsets this warpgroup's 64 rows use
         const uint32_t local =
             smem_u + C::kLocalAt + ps.index * C::kLocalBytes + (row16 + lane_row) * 2;  // [k_count][256]
-        if (used != 0) {
-          for (int chunk = 0; chunk < chunks; ++chunk) {
+        if (Shared ? head.w != 0 : used != 0) {
+          for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
             uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
             asm volatile("" : "+r"(rows));  // computed here, not again for every offset
             wait_full(row_full + rs.index * 8, rs.phase);
@@ -310,6 +388,28 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
 
       // ---- epilogue: bias in fp32, one rounding, rows scattered to the caller's order ----
       const int g = within / blocks_n, col0 = within % blocks_n * BN;
+      if constexpr (Shared) {
+        // Every ring has run dry. Behind the first barrier the other warpgroups read their operands no more, behind the
+        // second one all sums of the cluster are there, and behind the third one nobody reads those of this CTA.
+        const uint32_t sums = smem_u + ((row16 + lane / 4) * C::kSumPitch + lane % 4 * 2) * 4;
+        asm volatile("bar.sync 1, %0;\n" ::"n"(C::kConsumers * kWarpGroup) : "memory");
+#pragma unroll
+        for (int j = 0; j < BN / 8; ++j) {
+          sts_v2(sums + j * 32, acc.pair(j, 0));
+          sts_v2(sums + j * 32 + 8 * C::kSumPitch * 4, acc.pair(j, 1));
+        }
+        cluster_sync();
+        store_shared_item<C>(args, smem_u, tile, g, col0, rank, parts);
+        if (lds_u32(smem_u + C::kHeadAt + 8) != 0) {  // as below; the first header is still there
+          asm volatile("bar.sync 1, %0;\n" ::"n"(C::kConsumers * kWarpGroup) : "memory");
+          for (int frag = kFrags * rank / parts + warp; frag < kFrags * (rank + 1) / parts; frag += C::kConsumers * 4) {
+            add_nonfinite<dtype_of<T>>(args, load_scheduled(plan.schedule, item / per_tile), frag * kFragRows, g, col0,
+                                       BN);
+          }
+        }
+        cluster_sync();
+        return;
+      }
       int quad = lane % 4;
       asm volatile(
           ""
@@ -368,7 +468,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
 
     if (lds_u32(smem_u + C::kHeadAt + 8) != 0) {  // as every header says: some weights are not in the image
 #pragma unroll 1
-      for (uint32_t round = 0, item; (item = dealt(round, blockIdx.x, gridDim.x)) < items; ++round) {
+      for (uint32_t round = 0, item; (item = dealt(round, worker(), workers())) < items; ++round) {
         const int within = int(item % per_tile);
         const int block = C::kSwap && round % 2 != 0 ? C::kConsumers - 1 - group_id : group_id;
         add_nonfinite<dtype_of<T>>(args, load_scheduled(plan.schedule, item / per_tile), block * 64 + (warp % 4) * 16,
@@ -380,21 +480,41 @@ __global__ void __launch_bounds__(C::kThreads, 1) fprop_kernel(const __grid_cons
 }
 
 template <class C>
-size_t fprop_workspace(const ConvArgs&) {
-  return 0;
+int64_t fprop_items(const ConvArgs& args) {
+  return args.plan.tiles * ceil_div(args.c_out, C::BN) * args.groups;
+}
+
+// Clusters of up to eight CTAs can be launched on every Hopper whose parts were not switched off. A CTA fills a
+// multiprocessor and a cluster stays within 16 of them.
+template <class C>
+Parts fprop_parts(const ConvArgs& args) {
+  constexpr int kTogether = 16, kSum = 3;
+  if (args.sm_count < kTogether) return {};
+  return share_items(
+      fprop_items<C>(args), int(ceil_div(args.c_in, C::CK)), args.plan.kernel_volume, args.sm_count,
+      [&](int parts) { return args.sm_count / kTogether * (kTogether / parts); }, [](int) { return kSum; });
 }
 
 template <class C>
 cudaError_t fprop_launch(const ConvArgs& args, cudaStream_t stream) {
-  const int64_t items = int64_t(args.plan.tiles) * ((args.c_out + C::BN - 1) / C::BN) * args.groups;
+  const int64_t items = fprop_items<C>(args);
   if (items == 0) return cudaSuccess;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
-  auto kernel = fprop_kernel<C>;
+  const Parts parts = fprop_parts<C>(args);
+  auto kernel = parts.count() == 1 ? fprop_kernel<C, false> : fprop_kernel<C, true>;
   cudaError_t err = allow_shared(reinterpret_cast<const void*>(kernel), C::kSmemBytes);
   if (err != cudaSuccess) return err;
-  const int grid = int(items < args.sm_count ? items : args.sm_count);
-  kernel<<<grid, C::kThreads, C::kSmemBytes, stream>>>(args);
-  return cudaGetLastError();
+  cudaLaunchConfig_t config{};
+  config.gridDim = unsigned(parts.count() == 1 ? std::min<int64_t>(items, args.sm_count) : items * parts.count());
+  config.blockDim = C::kThreads;
+  config.dynamicSmemBytes = C::kSmemBytes;
+  config.stream = stream;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {unsigned(parts.count()), 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = parts.count() == 1 ? 0 : 1;
+  return cudaLaunchKernelEx(&config, kernel, args, parts);
 }
 
 template <class C>
@@ -402,8 +522,9 @@ KernelEntry fprop_entry(const char* name, DType input) {
   constexpr Accum accum = sizeof(typename C::Acc) == 2 ? Accum::f16 : Accum::f32;
   return {{name, Op::fprop, input, accum, kTileM, C::BN, C::CK, C::kStages,
            Atom<typename C::T, typename C::Acc, C::BN, GMMA::Major::K>::name, 0, 90, C::kSmemBytes},
-          fprop_workspace<C>,
-          fprop_launch<C>};
+          no_workspace,
+          fprop_launch<C>,
+          [](const ConvArgs& args) { return fprop_parts<C>(args).count(); }};
 }
 
 }  // namespace voxmma::sm90

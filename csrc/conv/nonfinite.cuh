@@ -138,4 +138,50 @@ __device__ __forceinline__ void add_nonfinite(const ConvArgs& args, const Schedu
     add_nonfinite_to<In, Split>(static_cast<type_of<In>*>(args.out), args, at, row0, group, col0, cols);
 }
 
+// Sums of pairs for those elements i of dW that lanes of a warp want, each in the order of the schedule and of the rows.
+template <class X>
+__device__ float sum_pairs(const ConvArgs& args, int64_t i, bool wanted, float sum) {
+  const PlanView& plan = args.plan;
+  const int lane = threadIdx.x % 32;
+  const int co = static_cast<int>(i % args.c_out), ci = static_cast<int>(i / args.c_out % args.c_in);
+  const int group = static_cast<int>(i / args.c_out / args.c_in % args.groups);
+  const int offset = static_cast<int>(i / args.c_out / args.c_in / args.groups);
+  const X* x = static_cast<const X*>(args.a) + group * args.a_group + ci;
+  const X* dy = static_cast<const X*>(args.b) + group * args.b_group + co;
+  for (uint32_t todo = __ballot_sync(~0u, wanted); todo != 0;) {  // one offset at a time
+    const int k = __shfl_sync(~0u, offset, __ffs(todo) - 1);
+    const bool mine = wanted && offset == k;
+    todo &= ~__ballot_sync(~0u, mine);
+    if (mine) sum = 0;
+    for (int t = 0; t < plan.tiles; ++t) {
+      const ScheduledTile at = load_scheduled(plan.schedule, t);
+      Pass pass = load_pass(plan, at.first_pass);
+      for (int p = at.first_pass + 1; k >= pass.k_begin + pass.k_count; ++p) pass = load_pass(plan, p);
+      if (pass.uniq_count == 0) continue;
+      for (int first = 0; first < kTileM; first += 32) {
+        const int index =
+            __ldg(plan.local + (static_cast<int64_t>(at.tile) * plan.kernel_volume + k) * kTileM + first + lane);
+        const bool has = index != kMissing;
+        const int in_row = has ? __ldg(plan.uniq + static_cast<int64_t>(pass.uniq_begin4) * 4 + index) : 0;
+        const int out_row = has ? __ldg(plan.order + static_cast<int64_t>(at.tile) * kTileM + first + lane) : 0;
+        for (uint32_t rest = __ballot_sync(~0u, has); rest != 0;) {
+          constexpr int kFlight = 8;  // pairs on their way; behind the last one zeros
+          float a[kFlight], b[kFlight];
+#pragma unroll
+          for (int u = 0; u < kFlight; ++u, rest &= rest - 1) {
+            const int from = max(__ffs(rest) - 1, 0);
+            const int64_t in = __shfl_sync(~0u, in_row, from), o = __shfl_sync(~0u, out_row, from);
+            const bool load = mine && rest != 0;
+            a[u] = load ? convert<float>(x[in * args.lda]) : 0.0f;
+            b[u] = load ? convert<float>(dy[o * args.ldb]) : 0.0f;
+          }
+#pragma unroll
+          for (int u = 0; u < kFlight; ++u) sum = mine ? fmaf(a[u], b[u], sum) : sum;
+        }
+      }
+    }
+  }
+  return sum;
+}
+
 }  // namespace voxmma

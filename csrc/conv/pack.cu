@@ -1,4 +1,4 @@
-// The weight image of the fprop kernels, and the fixed-order sum of wgrad partials.
+// The weight image of the fprop kernels, and the fixed-order sums of partial results.
 #include "common.cuh"
 #include "nonfinite.cuh"
 
@@ -95,52 +95,6 @@ cudaError_t pack_input(const PackArgs& args, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-// Sums of pairs for those elements i of dW that lanes of a warp want, each in the order of the schedule and of the rows.
-template <class X>
-__device__ float sum_pairs(const ConvArgs& args, int64_t i, bool wanted, float sum) {
-  const PlanView& plan = args.plan;
-  const int lane = threadIdx.x % 32;
-  const int co = static_cast<int>(i % args.c_out), ci = static_cast<int>(i / args.c_out % args.c_in);
-  const int group = static_cast<int>(i / args.c_out / args.c_in % args.groups);
-  const int offset = static_cast<int>(i / args.c_out / args.c_in / args.groups);
-  const X* x = static_cast<const X*>(args.a) + group * args.a_group + ci;
-  const X* dy = static_cast<const X*>(args.b) + group * args.b_group + co;
-  for (uint32_t todo = __ballot_sync(~0u, wanted); todo != 0;) {  // one offset at a time
-    const int k = __shfl_sync(~0u, offset, __ffs(todo) - 1);
-    const bool mine = wanted && offset == k;
-    todo &= ~__ballot_sync(~0u, mine);
-    if (mine) sum = 0;
-    for (int t = 0; t < plan.tiles; ++t) {
-      const ScheduledTile at = load_scheduled(plan.schedule, t);
-      Pass pass = load_pass(plan, at.first_pass);
-      for (int p = at.first_pass + 1; k >= pass.k_begin + pass.k_count; ++p) pass = load_pass(plan, p);
-      if (pass.uniq_count == 0) continue;
-      for (int first = 0; first < kTileM; first += 32) {
-        const int index =
-            __ldg(plan.local + (static_cast<int64_t>(at.tile) * plan.kernel_volume + k) * kTileM + first + lane);
-        const bool has = index != kMissing;
-        const int in_row = has ? __ldg(plan.uniq + static_cast<int64_t>(pass.uniq_begin4) * 4 + index) : 0;
-        const int out_row = has ? __ldg(plan.order + static_cast<int64_t>(at.tile) * kTileM + first + lane) : 0;
-        for (uint32_t rest = __ballot_sync(~0u, has); rest != 0;) {
-          constexpr int kFlight = 8;  // pairs on their way; behind the last one zeros
-          float a[kFlight], b[kFlight];
-#pragma unroll
-          for (int u = 0; u < kFlight; ++u, rest &= rest - 1) {
-            const int from = max(__ffs(rest) - 1, 0);
-            const int64_t in = __shfl_sync(~0u, in_row, from), o = __shfl_sync(~0u, out_row, from);
-            const bool load = mine && rest != 0;
-            a[u] = load ? convert<float>(x[in * args.lda]) : 0.0f;
-            b[u] = load ? convert<float>(dy[o * args.ldb]) : 0.0f;
-          }
-#pragma unroll
-          for (int u = 0; u < kFlight; ++u) sum = mine ? fmaf(a[u], b[u], sum) : sum;
-        }
-      }
-    }
-  }
-  return sum;
-}
-
 // X: type of the operands that sums which are not finite are made again from; void: they stay.
 template <class A, class T, class X>
 __global__ void reduce_kernel(const A* partial /* [splits][count] */, int splits, int64_t count, T* out /* [count] */,
@@ -180,6 +134,37 @@ cudaError_t reduce_typed(const A* partial, int splits, int64_t count, void* out,
   return cudaErrorInvalidValue;
 }
 
+// out[row][column] = sum of partial[0][row][column], partial[1][row][column], ... in this order, then the column's bias.
+template <class A, class T>
+__global__ void reduce_rows_kernel(const A* partial /* [parts][count] */, int parts, int64_t count, int64_t columns,
+                                   const float* bias, T* out, int64_t ldo) {
+  const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (i >= count) return;
+  A sum = 0;
+#pragma unroll 8
+  for (int p = 0; p < parts; ++p) sum += partial[p * count + i];
+  const int64_t row = i / columns, column = i - row * columns;
+  if (bias != nullptr) sum += static_cast<A>(bias[column]);
+  out[row * ldo + column] = convert<T>(sum);
+}
+
+template <class A>
+cudaError_t reduce_rows(const ConvArgs& args, int parts, cudaStream_t stream) {
+  const int64_t columns = int64_t{args.groups} * args.c_out, count = args.plan.n_out * columns;
+  const auto run = [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    return launch_kernel(reduce_rows_kernel<A, T>, ceil_div(count, kThreads), kThreads, 0, stream,
+                         static_cast<const A*>(args.workspace), parts, count, columns, args.bias, typed, args.ldo);
+  };
+  switch (args.out_dtype) {
+    case DType::f16: return run(static_cast<__half*>(args.out));
+    case DType::bf16: return run(static_cast<__nv_bfloat16*>(args.out));
+    case DType::f32: return run(static_cast<float*>(args.out));
+    case DType::f64: return run(static_cast<double*>(args.out));
+  }
+  return cudaErrorInvalidValue;
+}
+
 }  // namespace
 
 size_t packed_weight_bytes(const PackArgs& args) {
@@ -212,6 +197,13 @@ cudaError_t reduce_splits(const void* partial, DType acc, int splits, int64_t co
   if (!pairs) return reduce(sums, NoPairs());
   if (in == DType::f16) return reduce(sums, TypeOf<DType::f16>());
   if (in == DType::bf16) return reduce(sums, TypeOf<DType::bf16>());
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t reduce_parts(const ConvArgs& args, const Parts& parts, DType acc, cudaStream_t stream) {
+  if (parts.count() == 1) return cudaSuccess;
+  if (acc == DType::f32) return reduce_rows<float>(args, parts.count(), stream);
+  if (acc == DType::f64) return reduce_rows<double>(args, parts.count(), stream);
   return cudaErrorInvalidValue;
 }
 

@@ -62,10 +62,10 @@ __device__ __forceinline__ void store4(T* p, const A (&v)[4], int valid, bool ve
   }
 }
 
-// Four channels of one output row: bias, one rounding, store. `channel` counts over all groups.
+// Four channels of one output row: bias, one rounding, store. `channel` counts over all groups. first_row: of `out`.
 template <DType In, class A>
-__device__ __forceinline__ void store_outputs(const ConvArgs& args, int tile_row, int64_t channel, A (&v)[4], int valid,
-                                              bool vec) {
+__device__ __forceinline__ void store_outputs(const ConvArgs& args, int64_t first_row, int tile_row, int64_t channel,
+                                              A (&v)[4], int valid, bool vec) {
   const int row = __ldg(args.plan.order + tile_row);
   if (row < 0 || valid <= 0) return;
   if (args.bias) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_outputs(const ConvArgs& args, int tile_row
     for (int i = 0; i < 4; ++i)
       if (i < valid) v[i] += static_cast<A>(__ldg(args.bias + channel + i));
   }
-  const int64_t at = row * args.ldo + channel;
+  const int64_t at = (first_row + row) * args.ldo + channel;
   if (args.out_dtype == In)
     store4(static_cast<type_of<In>*>(args.out) + at, v, valid, vec);
   else
@@ -96,7 +96,8 @@ __device__ __forceinline__ void resolve_rows(const PlanView& plan, int tile, con
 // ---- fprop, wide groups ----------------------------------------------------------------------------------------------
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 2)
-    simt_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec_in, const bool vec_out) {
+    simt_fprop_kernel(const ConvArgs args, const int n_blocks, const bool vec_in, const bool vec_out,
+                      const Parts parts) {
   using T = typename C::T;
   using A = typename C::A;
   constexpr int kRows = C::kRows, kCols = C::kCols, kDepth = C::kDepth;
@@ -109,11 +110,13 @@ __global__ void __launch_bounds__(C::kThreads, 2)
 
   const PlanView& plan = args.plan;
   const int tid = threadIdx.x, lane = tid % 32;
-  const int nb = static_cast<int>(blockIdx.x % n_blocks);
-  const int group = static_cast<int>(blockIdx.x / n_blocks % args.groups);
-  const ScheduledTile scheduled = load_scheduled(plan.schedule, blockIdx.x / n_blocks / args.groups / kSub);
+  const int part = static_cast<int>(blockIdx.x % parts.count());
+  const unsigned item = blockIdx.x / parts.count();
+  const int nb = static_cast<int>(item % n_blocks);
+  const int group = static_cast<int>(item / n_blocks % args.groups);
+  const ScheduledTile scheduled = load_scheduled(plan.schedule, item / n_blocks / args.groups / kSub);
   const int tile = scheduled.tile;
-  const int sub = static_cast<int>(blockIdx.x / n_blocks / args.groups % kSub);
+  const int sub = static_cast<int>(item / n_blocks / args.groups % kSub);
   const int ty = tid / 16, tx = tid % 16;  // rows ty * TM ..., channels tx * 4 ...
   const T* x = static_cast<const T*>(args.a) + group * args.a_group;
   const int co_load = nb * kCols + tid / 4;  // the output channel whose weights this thread loads
@@ -121,16 +124,18 @@ __global__ void __launch_bounds__(C::kThreads, 2)
       static_cast<const T*>(args.b) +  // [K][c_in] of that channel
       (static_cast<int64_t>(group) * args.c_out + min(co_load, args.c_out - 1)) * plan.kernel_volume * args.c_in;
   const int chunks = (args.c_in + kDepth - 1) / kDepth;
+  const int chunk_begin = parts.chunk(part, chunks), chunk_end = parts.chunk_end(part, chunks);
   const uint32_t flags = load_flags(args.raw);
 
   A acc[TM][4] = {};
   for (int p = scheduled.first_pass; p < scheduled.first_pass + scheduled.passes; ++p) {
     const uint32_t* frag = plan.frag + static_cast<int64_t>(p) * kFrags + sub * kSubFrags;
-    const uint32_t mask = __reduce_or_sync(~0u, __ldg(frag + lane % kSubFrags));
+    const Pass pass = load_pass(plan, p);
+    const uint32_t mask =
+        __reduce_or_sync(~0u, __ldg(frag + lane % kSubFrags)) & parts.offsets_of(part, plan.kernel_volume, pass);
     if (!mask) continue;
     const uint32_t mine = __ldg(frag + ty * TM / kFragRows);  // the fragment this warp's rows lie in
-    const Pass pass = load_pass(plan, p);
-    __syncthreads();  // the previous pass has read s_row and its last buffers
+    __syncthreads();                                          // the previous pass has read s_row and its last buffers
     resolve_rows<kRows>(plan, tile, pass, sub * kRows, s_row);
     __syncthreads();
     const bool nonfinite = any_nonfinite(flags);  // then zeros in place of a neighbour would make NaN
@@ -143,8 +148,8 @@ __global__ void __launch_bounds__(C::kThreads, 2)
       load_elements(next_w, w + static_cast<int64_t>(pass.k_begin + j) * args.c_in + cw,
                     co_load < args.c_out ? args.c_in - cw : 0, args.c_in % 4 == 0);
     };
-    int buffer = 0, chunk = 0;
-    fetch(__ffs(mask) - 1, 0);
+    int buffer = 0, chunk = chunk_begin;
+    fetch(__ffs(mask) - 1, chunk);
     for (uint32_t bits = mask; bits;) {
       const int j = __ffs(bits) - 1;
       const bool active = mine >> j & 1;
@@ -153,8 +158,8 @@ __global__ void __launch_bounds__(C::kThreads, 2)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s_w[buffer][tid % 4 * 4 + e][tid / 4] = next_w[e];
       __syncthreads();  // one barrier a step: the other buffer was read before everybody's last one
-      if (++chunk == chunks) {
-        chunk = 0;
+      if (++chunk == chunk_end) {
+        chunk = chunk_begin;
         bits &= bits - 1;
       }
       if (bits) fetch(__ffs(bits) - 1, chunk);
@@ -184,8 +189,8 @@ __global__ void __launch_bounds__(C::kThreads, 2)
   const int co = nb * kCols + tx * 4;
 #pragma unroll
   for (int i = 0; i < TM; ++i)
-    store_outputs<C::In>(args, tile * kTileM + sub * kRows + ty * TM + i, static_cast<int64_t>(group) * args.c_out + co,
-                         acc[i], args.c_out - co, vec_out);
+    store_outputs<C::In>(args, part * plan.n_out, tile * kTileM + sub * kRows + ty * TM + i,
+                         static_cast<int64_t>(group) * args.c_out + co, acc[i], args.c_out - co, vec_out);
 }
 
 // ---- fprop, narrow groups --------------------------------------------------------------------------------------------
@@ -251,12 +256,21 @@ __global__ void __launch_bounds__(C::kThreads)
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    store_outputs<C::In>(args, tile * kTileM + sub * kRows + r0 + 16 * i, c0, acc[i], channels - c0, vec_out);
+    store_outputs<C::In>(args, 0, tile * kTileM + sub * kRows + r0 + 16 * i, c0, acc[i], channels - c0, vec_out);
 }
 
 template <class C>
-cudaError_t launch_simt_fprop(const ConvArgs& args, cudaStream_t stream) {
+Parts simt_fprop_parts(const ConvArgs& args) {
+  if (C::narrow(args)) return {};
+  const int64_t items = args.plan.tiles * (kTileM / C::kRows) * args.groups * ceil_div(args.c_out, C::kCols);
+  return share_items(args, items, static_cast<int>(ceil_div(args.c_in, C::kDepth)), 2, dtype_bytes(C::Acc));
+}
+
+template <class C>
+cudaError_t launch_simt_fprop(const ConvArgs& given, cudaStream_t stream) {
   // Vector accesses take at most 16 bytes; rows and groups must start at multiples of 16 bytes.
+  const Parts parts = simt_fprop_parts<C>(given);
+  const ConvArgs args = parts_args(given, parts, C::Acc);
   const int in_bytes = dtype_bytes(C::In), out_bytes = dtype_bytes(args.out_dtype);
   const int64_t tiles = args.plan.tiles;
   if (C::narrow(args)) {
@@ -266,9 +280,11 @@ cudaError_t launch_simt_fprop(const ConvArgs& args, cudaStream_t stream) {
                          rows_aligned16(args.out, args.ldo, 0, out_bytes));
   }
   const int n_blocks = static_cast<int>(ceil_div(args.c_out, C::kCols));
-  return launch_kernel(simt_fprop_kernel<C>, tiles * (kTileM / C::kRows) * args.groups * n_blocks, C::kThreads, 0,
-                       stream, args, n_blocks, rows_aligned16(args.a, args.lda, args.a_group, in_bytes),
-                       rows_aligned16(args.out, args.ldo, args.c_out, out_bytes));
+  const cudaError_t status =
+      launch_kernel(simt_fprop_kernel<C>, tiles * (kTileM / C::kRows) * args.groups * n_blocks * parts.count(),
+                    C::kThreads, 0, stream, args, n_blocks, rows_aligned16(args.a, args.lda, args.a_group, in_bytes),
+                    rows_aligned16(args.out, args.ldo, args.c_out, out_bytes), parts);
+  return status != cudaSuccess ? status : reduce_parts(given, parts, C::Acc, stream);
 }
 
 // ---- wgrad -------------------------------------------------------------------------------------------------------------
@@ -425,14 +441,18 @@ struct SimtWgrad {
   static int splits(const ConvArgs& args) {  // four of these CTAs fit on a multiprocessor
     return wgrad_splits(args, ceil_div(blocks(args), 4), count(args), sizeof(typename C::A));
   }
+  // 16-bit results are rounded by reduce_splits.
+  static bool direct(const ConvArgs& args) { return splits(args) == 1 && args.out_dtype == C::Acc; }
   static size_t workspace(const ConvArgs& args) {
-    return static_cast<size_t>(splits(args)) * count(args) * sizeof(typename C::A);
+    return direct(args) ? 0 : static_cast<size_t>(splits(args)) * count(args) * sizeof(typename C::A);
   }
-  static cudaError_t launch(const ConvArgs& args, cudaStream_t stream) {
+  static cudaError_t launch(const ConvArgs& given, cudaStream_t stream) {
+    ConvArgs args = given;
+    if (direct(args)) args.workspace = args.out;
     const auto kernel = C::narrow(args) ? simt_wgrad_kernel<C, true> : simt_wgrad_kernel<C, false>;
     const cudaError_t status = launch_kernel(kernel, blocks(args) * splits(args), C::kThreads, 0, stream, args,
                                              ci_blocks(args), co_blocks(args), splits(args));
-    if (status != cudaSuccess) return status;
+    if (status != cudaSuccess || direct(args)) return status;
     return reduce_splits(args.workspace, C::Acc, splits(args), count(args), args.out, args.out_dtype, stream);
   }
 };
@@ -441,8 +461,9 @@ template <DType In>
 KernelEntry simt_fprop_entry(const char* name) {
   using C = Simt<In>;
   return {{name, Op::fprop, In, C::Acc == DType::f64 ? Accum::f64 : Accum::f32, C::kRows, 1, 1, 2, "SIMT", 0, 80, 0},
-          no_workspace,
-          launch_simt_fprop<C>};
+          [](const ConvArgs& args) { return parts_workspace(args, simt_fprop_parts<C>(args), dtype_bytes(C::Acc)); },
+          launch_simt_fprop<C>,
+          [](const ConvArgs& args) { return simt_fprop_parts<C>(args).count(); }};
 }
 
 template <DType In>
@@ -451,7 +472,8 @@ KernelEntry simt_wgrad_entry(const char* name) {
   return {{name, Op::wgrad, In, C::Acc == DType::f64 ? Accum::f64 : Accum::f32, C::kCols, C::kCols, C::kDepth, 1,
            "SIMT", 0, 80, 0},
           SimtWgrad<C>::workspace,
-          SimtWgrad<C>::launch};
+          SimtWgrad<C>::launch,
+          SimtWgrad<C>::splits};
 }
 
 }  // namespace voxmma

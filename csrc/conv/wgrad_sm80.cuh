@@ -47,9 +47,6 @@ struct WgradSm80 {
   static_assert((kWarps - 1) * CI * CO * 4 <= kStages * kStageBytes, "helpers hand their sums over through the stages");
 };
 
-// Offsets of one CTA: blocks of nearly equal size, at most 8.
-__host__ __device__ inline int wgrad_offset_blocks(int kernel_volume) { return (kernel_volume + 7) / 8; }
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 inline constexpr bool kSm90a = true;
 #define VOXMMA_SETMAXNREG(direction, registers) \
@@ -60,8 +57,8 @@ inline constexpr bool kSm90a = false;
 #endif
 
 template <class C>
-__device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_blocks, const int co_blocks,
-                                           const int splits) {
+__device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int offset_blocks, const int ci_blocks,
+                                           const int co_blocks, const int splits) {
   using T = type_of<C::In>;
   extern __shared__ __align__(1024) unsigned char smem[];
   const PlanView& plan = args.plan;
@@ -72,7 +69,6 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
   const auto empty = [&](int stage) { return base + C::kEmpty + stage * 8; };
 
   // Blocks that read the same tiles run next to each other: the range of tiles is the slowest index.
-  const int offset_blocks = wgrad_offset_blocks(volume);
   unsigned rest = blockIdx.x;
   const int ob = static_cast<int>(rest % offset_blocks);
   rest /= offset_blocks;
@@ -335,7 +331,8 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
 
   // partial[split][K][G][c_in][c_out]
   const int64_t block = (static_cast<int64_t>(split) * volume + k) * args.groups + group;
-  float* out = static_cast<float*>(args.workspace) + block * args.c_in * args.c_out + co0;
+  const int64_t at = block * args.c_in * args.c_out + co0;
+  float* out = static_cast<float*>(args.workspace) + at;
 #pragma unroll
   for (int m = 0; m < C::kFragsM; ++m) {
 #pragma unroll
@@ -344,7 +341,13 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
       float* row = ci < args.c_in ? out + static_cast<int64_t>(ci) * args.c_out : nullptr;
       const int cols = args.c_out - co0;
       if constexpr (sizeof(T) == 2) {
-        store_row<float, C::kFragsN>(row, cols, args.c_out % 2 == 0, [&](int n) { return acc[m][n].row(half); });
+        const auto get = [&](int n) { return acc[m][n].row(half); };
+        if (splits == 1 && args.out_dtype != DType::f32) {
+          T* last = static_cast<T*>(args.out) + at + static_cast<int64_t>(ci) * args.c_out;
+          store_row<T, C::kFragsN>(row == nullptr ? nullptr : last, cols, args.c_out % 8 == 0, get);
+        } else {
+          store_row<float, C::kFragsN>(row, cols, args.c_out % 2 == 0, get);
+        }
       } else if (row != nullptr) {
 #pragma unroll
         for (int n = 0; n < C::kFragsN; n += 4) {  // MMA columns 2 (lane & 3) + j of four fragments: one piece
@@ -369,27 +372,37 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int ci_bl
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    wgrad_sm80_kernel(const ConvArgs args, const int ci_blocks, const int co_blocks, const int splits) {
-  if constexpr (C::kArch == 80 || kSm90a) wgrad_sm80<C>(args, ci_blocks, co_blocks, splits);
+    wgrad_sm80_kernel(const ConvArgs args, const int offset_blocks, const int ci_blocks, const int co_blocks,
+                      const int splits) {
+  if constexpr (C::kArch == 80 || kSm90a) wgrad_sm80<C>(args, offset_blocks, ci_blocks, co_blocks, splits);
 }
 
 template <class C>
 struct WgradSm80Launch {
-  static int64_t blocks(const ConvArgs& args) {  // CTAs of one split
-    return wgrad_offset_blocks(args.plan.kernel_volume) * ceil_div(args.c_in, C::CI) * ceil_div(args.c_out, C::CO) *
-           args.groups;
+  static int64_t channel_blocks(const ConvArgs& args) {
+    return ceil_div(args.c_in, C::CI) * ceil_div(args.c_out, C::CO) * args.groups;
   }
+  // Blocks of nearly equal size, at most 8 offsets each; fewer for a small set, as long as that is one wave.
+  static int offset_blocks(const ConvArgs& args) {
+    const int volume = args.plan.kernel_volume;
+    const auto room = static_cast<int>(args.sm_count / (channel_blocks(args) * args.plan.tiles));
+    return std::max((volume + 7) / 8, std::min(volume, room));
+  }
+  static int64_t blocks(const ConvArgs& args) { return offset_blocks(args) * channel_blocks(args); }  // CTAs of a split
   static int64_t count(const ConvArgs& args) {
     return static_cast<int64_t>(args.plan.kernel_volume) * args.groups * args.c_in * args.c_out;
   }
   static int splits(const ConvArgs& args) { return wgrad_splits(args, blocks(args), count(args), 4); }
-  static size_t workspace(const ConvArgs& args) { return static_cast<size_t>(splits(args)) * count(args) * 4; }
-  static cudaError_t launch(const ConvArgs& args, cudaStream_t stream) {
-    const cudaError_t status = launch_kernel(wgrad_sm80_kernel<C>, blocks(args) * splits(args), C::kThreads, C::kSmem,
-                                             stream, args, static_cast<int>(ceil_div(args.c_in, C::CI)),
-                                             static_cast<int>(ceil_div(args.c_out, C::CO)), splits(args));
-    if (status != cudaSuccess) return status;
-    return reduce_splits(args.workspace, DType::f32, splits(args), count(args), args.out, args.out_dtype, stream);
+  static size_t workspace(const ConvArgs& args) { return wgrad_workspace(splits(args), count(args), 4); }
+  static cudaError_t launch(const ConvArgs& given, cudaStream_t stream) {
+    const int parts = splits(given);
+    ConvArgs args = given;
+    if (parts == 1) args.workspace = args.out;
+    const cudaError_t status = launch_kernel(wgrad_sm80_kernel<C>, blocks(args) * parts, C::kThreads, C::kSmem, stream,
+                                             args, offset_blocks(args), static_cast<int>(ceil_div(args.c_in, C::CI)),
+                                             static_cast<int>(ceil_div(args.c_out, C::CO)), parts);
+    if (status != cudaSuccess || parts == 1) return status;
+    return reduce_splits(args.workspace, DType::f32, parts, count(args), args.out, args.out_dtype, stream);
   }
 };
 

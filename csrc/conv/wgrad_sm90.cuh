@@ -6,7 +6,7 @@
 // A CTA owns a block of CK input channels x BN output channels for `slots` kernel offsets of one group, over a
 // share of the schedule (a split). Its two consumer warpgroups hold J accumulators of 64 x BN each; a
 // CK = 32 accumulator stacks two offsets (rows 0-31 and 32-63). Partial sums go to workspace[split][K][G][Ci][Co]
-// and are added by reduce_splits in a fixed order: no atomics, bitwise repeatable.
+// and are added by reduce_splits in a fixed order: no atomics, bitwise repeatable. The sums of a single split are dW.
 //
 //   row ring   unique input rows of a pass, CK channels; local indices of the CTA's offsets, fragment masks
 //   dy ring    kHalfRows rows of dY, BN channels: half a tile a stage, so that the next tile's rows arrive meanwhile
@@ -15,8 +15,10 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <type_traits>
 
+#include "nonfinite.cuh"
 #include "sm90.cuh"
 
 namespace voxmma {
@@ -62,13 +64,40 @@ struct WgradGrid {
   int offset_groups, blocks_m, blocks_n, combos, splits;
 };
 
+// The grid of a small set, whose tiles are too few to split: fewer offsets a CTA, in one wave, shortest by this estimate.
+template <class C>
+WgradGrid small_wgrad_grid(const ConvArgs& args, WgradGrid g) {
+  constexpr double kStep = C::BN == 128 ? 140 : 110;  // ns: products of 32 rows, on both warpgroups at a time
+  constexpr double kGather = (352 * C::CK + kTileM * C::BN) * 2 / 40.;  // of a tile's rows, at 40 bytes a ns
+  constexpr double kSums = 2000;                                        // bytes of partial sums written and read a ns
+  const double sums = double(args.plan.kernel_volume) * args.groups * args.c_in * args.c_out * 4;
+  const int volume = args.plan.kernel_volume, blocks = g.blocks_m * g.blocks_n * args.groups;
+  double least = std::numeric_limits<double>::infinity();
+  for (int slots = std::min(C::kSlots, volume); slots >= 1; --slots) {
+    const int groups = (volume + slots - 1) / slots,
+              most = std::min(args.plan.tiles, args.sm_count / (groups * blocks));
+    const int in_turn = (slots + C::kConsumers * C::kStack - 1) / (C::kConsumers * C::kStack);  // on a warpgroup
+    const double tile = std::max(kGather, in_turn * (kTileM / 32) * kStep);
+    for (int splits = 1; splits <= most; ++splits) {
+      const double took = (args.plan.tiles + splits - 1) / splits * tile + (splits > 1 ? splits * sums / kSums : 0);
+      if (took >= least) continue;
+      least = took;
+      g.offset_groups = groups;
+      g.splits = splits;
+    }
+  }
+  g.combos = g.offset_groups * blocks;
+  return g;
+}
+
 template <class C>
 WgradGrid wgrad_grid(const ConvArgs& args) {
-  WgradGrid g;
+  WgradGrid g{};
   g.offset_groups = (args.plan.kernel_volume + C::kSlots - 1) / C::kSlots;
   g.blocks_m = (args.c_in + C::CK - 1) / C::CK;
   g.blocks_n = (args.c_out + C::BN - 1) / C::BN;
   g.combos = g.offset_groups * g.blocks_m * g.blocks_n * args.groups;
+  if (args.plan.tiles * 2 <= args.sm_count && g.combos <= args.sm_count) return small_wgrad_grid<C>(args, g);
   const int64_t per_split = int64_t(args.plan.kernel_volume) * args.groups * args.c_in * args.c_out * 4;
   const int64_t room = std::max<int64_t>(1, (int64_t(256) << 20) / std::max<int64_t>(1, per_split));
   const int most = int(std::min<int64_t>({room, std::max(1, args.plan.tiles / 2), 256}));
@@ -350,7 +379,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       rs.advance();
     }
 
-    // ---- epilogue: this split's partial sums, zeros included ----
+    // ---- epilogue: this split's partial sums, zeros included, or dW itself ----
+    const bool rounded = grid.splits == 1 && args.out_dtype != DType::f32;
+    bool finite = true;
     float* partial =
         static_cast<float*>(args.workspace) + int64_t(split) * volume * args.groups * args.c_in * args.c_out;
 #pragma unroll
@@ -362,19 +393,58 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       for (int half = 0; half < 2; ++half) {
         const int ci = mb * CK + wg_warp % kWarpsPerOffset * 16 + half * 8 + lane / 4;
         if (ci >= args.c_in) continue;
-        float* out = partial + ((int64_t(k) * args.groups + g) * args.c_in + ci) * args.c_out + nb * BN;
+        const int64_t at = ((int64_t(k) * args.groups + g) * args.c_in + ci) * args.c_out + nb * BN;
+        float* out = partial + at;
         const int left = args.c_out - nb * BN;
 #pragma unroll
         for (int i = 0; i < BN / 8; ++i) {
           const int col = 8 * i + 2 * (lane % 4);
           const float2 v = acc[j].pair(i, half);
-          if (args.c_out % 2 == 0 && col < left) {
+          finite = finite && isfinite(v.x) && isfinite(v.y);
+          if (rounded) {
+            T* last = static_cast<T*>(args.out) + at;
+            const uint32_t both = pack2<T>(v);
+            if (args.c_out % 2 == 0 && col < left) {
+              *reinterpret_cast<uint32_t*>(last + col) = both;
+            } else {
+              if (col < left) last[col] = reinterpret_cast<const T*>(&both)[0];
+              if (col + 1 < left) last[col + 1] = reinterpret_cast<const T*>(&both)[1];
+            }
+          } else if (args.c_out % 2 == 0 && col < left) {
             *reinterpret_cast<float2*>(out + col) = v;
           } else {
             if (col < left) out[col] = v.x;
             if (col + 1 < left) out[col + 1] = v.y;
           }
         }
+      }
+    }
+    if (grid.splits == 1 && __any_sync(0xffffffffu, !finite)) {  // as reduce_splits does it where there are several
+      using X = type_of<dtype_of<T>>;
+      const auto make_again = [&](auto* out) {
+#pragma unroll 1
+        for (int j = 0; j < J; ++j) {
+          const int slot = (j * C::kStack + stacked) * C::kConsumers + group_id;
+          if (slot >= slots) continue;
+          const int64_t block = int64_t(slot_offset(slot)) * args.groups + g;
+#pragma unroll 1
+          for (int i = 0; i < BN / 2; ++i) {  // the values of the lane
+            const int ci = mb * CK + wg_warp % kWarpsPerOffset * 16 + i / (BN / 4) * 8 + lane / 4;
+            const int co = nb * BN + i % (BN / 4) / 2 * 8 + 2 * (lane % 4) + i % 2;
+            const bool inside = ci < args.c_in && co < args.c_out;
+            const int64_t at = inside ? (block * args.c_in + ci) * args.c_out + co : 0;
+            const float sum = inside ? convert<float>(out[at]) : 0.f;
+            const bool wanted = !isfinite(sum);
+            if (!__any_sync(0xffffffffu, wanted)) continue;
+            const float again = sum_pairs<X>(args, at, wanted, sum);
+            if (wanted) out[at] = convert<std::remove_reference_t<decltype(*out)>>(again);
+          }
+        }
+      };
+      if (args.out_dtype == DType::f32) {
+        make_again(static_cast<float*>(args.out));
+      } else {
+        make_again(static_cast<X*>(args.out));
       }
     }
   }
@@ -386,23 +456,19 @@ inline int64_t wgrad_count(const ConvArgs& args) {
 }
 
 template <class C>
-size_t wgrad_workspace(const ConvArgs& args) {
-  return size_t(wgrad_grid<C>(args).splits) * wgrad_count(args) * 4;
-}
-
-template <class C>
-cudaError_t wgrad_launch(const ConvArgs& args, cudaStream_t stream) {
+cudaError_t wgrad_launch(ConvArgs args, cudaStream_t stream) {
   const int64_t count = wgrad_count(args);
   if (count == 0) return cudaSuccess;
   const WgradGrid grid = wgrad_grid<C>(args);
   const int64_t ctas = int64_t(grid.combos) * grid.splits;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
+  if (grid.splits == 1) args.workspace = args.out;
   auto kernel = wgrad_kernel<C>;
   cudaError_t err = allow_shared(reinterpret_cast<const void*>(kernel), C::kSmemBytes);
   if (err != cudaSuccess) return err;
   kernel<<<int(ctas), C::kThreads, C::kSmemBytes, stream>>>(args, grid);
   err = cudaGetLastError();
-  if (err != cudaSuccess) return err;
+  if (err != cudaSuccess || grid.splits == 1) return err;
   // A row of dY that is not finite turns the zero rows of its step into NaN: such sums are made again.
   return reduce_splits(args.workspace, DType::f32, grid.splits, count, args.out, args.out_dtype, stream, &args,
                        dtype_of<typename C::T>);
@@ -412,8 +478,9 @@ template <class C>
 KernelEntry wgrad_entry(const char* name, DType input) {
   return {{name, Op::wgrad, input, Accum::f32, C::CK, C::BN, 32, C::kDySlots,
            Atom<typename C::T, float, C::BN, GMMA::Major::MN>::name, 0, 90, C::kSmemBytes},
-          wgrad_workspace<C>,
-          wgrad_launch<C>};
+          [](const ConvArgs& args) { return wgrad_workspace(wgrad_grid<C>(args).splits, wgrad_count(args), 4); },
+          [](const ConvArgs& args, cudaStream_t stream) { return wgrad_launch<C>(args, stream); },
+          [](const ConvArgs& args) { return wgrad_grid<C>(args).splits; }};
 }
 
 }  // namespace sm90

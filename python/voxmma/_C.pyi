@@ -12,6 +12,14 @@ BUILD_ID: str
 TORCH_VERSION: str
 
 def kernel_configs() -> list[dict[str, Any]]: ...
+def tile_parts(
+    tile: str, n_out: int, kernel_volume: int, c_in: int, c_out: int, groups: int, sm_count: int
+) -> int:
+    """CTAs that share an output of an fprop tile, or partial sums of dW of a wgrad tile; 1: none is shared.
+
+    Channels are per group, sm_count: multiprocessors of the device. ValueError: no such tile, a size below 1.
+    """
+
 def build_runs_on(archs: str, tile_arch: int, major: int, minor: int) -> bool:
     """Whether a build for `archs` ("8.0 9.0a") has code of a tile of `arch` 80 or 90 for a capability."""
 

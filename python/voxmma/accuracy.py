@@ -369,6 +369,10 @@ class Bound:
     """The formula that gave ``eta``, for tables."""
 
 
+#: Most parts of a sum: kMaxParts of csrc/conv/common.cuh.
+MAX_PARTS = 8
+
+
 def bound(
     accumulator: str,
     n: int,
@@ -391,8 +395,8 @@ def bound(
         Jeannerod and Rump 2013), truncation at alignment, one rounding for bias and output. With ``L = 16``
         and full blocks that is ``(ceil(n / 16) + 1) u16``, plus a thousandth of it for the truncation.
     fp16_promoted
-        ``B_c u16 + n 2^-F + ceil(n / c) u + u + u_out``: the B_c blocks of one chunk of ``c`` products round
-        in fp16, the chunks are added in fp32, so only a small term grows with n.
+        ``B_c u16 + n 2^-F + ceil(n / c) u + P u + u_out``: the B_c blocks of one chunk of ``c`` products
+        round in fp16, the chunks are added in fp32, so only a small term grows with n. P: parts, see below.
     fp32 on tensor cores
         ``2 B u + n 2^-F + u + u_out``: each block truncates toward zero (2 u) and at alignment. Linear in n
         and biased on one-signed data.
@@ -400,6 +404,10 @@ def bound(
         ``n u + u + u_out``: a chain of roundings to nearest, in any order of adding.
     fp64
         ``2 n 2^-53``: the reference rounds as often as the result.
+
+    On a GPU the sum of a small set is made in up to P = 8 parts, added in fp32. A part with products in it
+    has all blocks but those of the others, at least one each, whose roundings (u16, 2 u, u) pay for the
+    additions (u each): the bounds hold for any number of parts, that of a promoted accumulator with P u.
 
     Padding a group's channels with zeros adds no error, so ``B`` counts real products only. fp32 inputs take
     the SIMT line on every arch ('ieee': a tensor-core scheme must not be worse). TF32 inputs take the
@@ -466,7 +474,8 @@ def bound(
     size = per_offset if chunk == -1 else chunk
     chunks = offsets * math.ceil(per_offset / max(1, min(size, per_offset)))
     blocks = math.ceil(size / length)
-    inner = blocks * u16 + n * 2.0**-fraction + (chunks + 1) * u32
+    parts = 1 if arch == "cpu" else MAX_PARTS
+    inner = blocks * u16 + n * 2.0**-fraction + (chunks + parts) * u32
     eta = inner + u_out * (1 + inner)
     floor = chunks * blocks * tiny16 / 2 + out.tiny / 2
     return Bound(eta, floor, f"ceil(c/{length}) 2^-11 + ceil(n/c) 2^-24 + u_out")

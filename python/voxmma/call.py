@@ -57,6 +57,7 @@ def _record_of(
     compute_dtype: torch.dtype,
     out_dtype: torch.dtype,
     rescaled: bool,
+    parts: int,
 ) -> Record:
     """The record of a call; calls that are alike share it."""
     ran, reason, tile, dgrad_tile, wgrad_tile = plan
@@ -73,7 +74,27 @@ def _record_of(
         reason=reason,
         chunk=chunk if ran == "fp16_promoted" else 0,
         rescaled=rescaled,
+        parts=parts,
     )
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _parts(tile: str, weight: Tensor, mapping: KernelMap, device: torch.device) -> int:
+    """`Record.parts` of a call. weight: (K, C_in, C_out) or (K, G, C_in, C_out)."""
+    if device.type != "cuda":
+        return 1
+    if torch.compiler.is_compiling():
+        return 0
+    if mapping.out_coords.num == 0:
+        return 1
+    volume, *_, c_in, c_out = weight.shape
+    groups = weight.shape[1] if weight.dim() == 4 else 1
+    sms = _multiprocessors(device)
+    return _C.tile_parts(tile, mapping.out_coords.num, volume, c_in, c_out, groups, sms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +237,8 @@ def convolve(
     shared = (mapping.tensors, opposite, mapping.out_coords.num, mapping.symmetric, False)
     operands = (*shared, ran, tile, dgrad_tile, wgrad_tile, written)
     y = _launch(op, (x, weight, bias, *operands))
-    record = _record(layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled)
+    parts = _parts(tile, weight, mapping, feats.device)
+    record = _record(layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
     core = mapping.core_of_one_set()
     # float32 calls also follow torch's TF32 switches, which tell nobody when they change
     if before is not None and key is not None and core is not None and compute_dtype != torch.float32:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,8 @@ class Record:
     number of channels between promotions of 'fp16_promoted' (-1: once per kernel offset; 0: not promoted),
     `rescaled` whether the operands were made fp16 by powers of two (voxmma.overflow). `tile`, `dgrad_tile`
     and `wgrad_tile` are names of the tile table; the latter two are what a backward pass of this call runs.
+    `parts`: into how many fp32 sums, added in order, the forward's sums were divided because the set was too
+    small for the device (docs/precision.md); 0 under torch.compile, whose calls serve many sizes.
     """
 
     layer: str
@@ -37,14 +39,16 @@ class Record:
     reason: str
     chunk: int = 0
     rescaled: bool = False
+    parts: int = field(default=1, compare=False)
 
     def __str__(self) -> str:
         compute, out = (str(dtype).removeprefix("torch.") for dtype in (self.compute_dtype, self.out_dtype))
         dtypes = compute if compute == out else f"{compute} -> {out}"
         accumulator = accumulator_label(self.accumulator, self.chunk)
         inputs = f"{dtypes} inputs{' (rescaled)' if self.rescaled else ''}"
+        parts = f" in {self.parts} parts" if self.parts > 1 else ""
         return (
-            f"{self.layer}: {accumulator} accumulator on {inputs}, tile {self.tile}; "
+            f"{self.layer}: {accumulator} accumulator on {inputs}, tile {self.tile}{parts}; "
             f"{self.requested} requested by {self.decided_by}; {self.reason}"
         )
 

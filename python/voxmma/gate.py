@@ -46,6 +46,8 @@ BUDGET = 5e-3
 #: The regression case of every tile: 3x3x3 at 32 channels (on a GPU 200,000 voxels and more), where a skipped
 #: wait once looked like saturation.
 CHANNELS = 32
+#: Voxels of the second case of a GPU's tiles, whose sums are made in parts (docs/precision.md).
+SMALL = 1000
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------------
@@ -306,7 +308,8 @@ def _mode(tile: Tile | None) -> Mode:
 def measure(tile: Tile | None, x: Voxels, repeats: int = 10) -> Verdict:
     """Judges a forward tile with fp16 accumulators for the automatic rule, and puts the verdict on record.
 
-    Every input family at 32 channels, 3x3x3, all cells of forward and input gradient, `repeats` runs each.
+    Every input family at 32 channels, 3x3x3, all cells of forward and input gradient, `repeats` runs each; on
+    a GPU again on a set of SMALL voxels.
 
     Args:
         tile: a compiled tile, plain or promoted; None: the CPU path. x: the scene, on the device to judge.
@@ -324,14 +327,16 @@ def measure(tile: Tile | None, x: Voxels, repeats: int = 10) -> Verdict:
 
 
 def _measure(tile: Tile | None, x: Voxels, repeats: int) -> Verdict:
-    where, mode = sweep.site(x, 3), _mode(tile)
+    sites, mode = [sweep.site(x, 3)], _mode(tile)
+    if x.device.type == "cuda":
+        sites.append(sweep.site(sweep.scene(x.device, SMALL), 3))
     name = tile.name if tile is not None else "cpu"
     wanted = parse_accumulator(mode.accumulator)
     forced: dict[str, Any] = {"fwd_algo_mode": name, "dgrad_algo_mode": name} if tile is not None else {}
     worst: tuple[float, Errors, Bound] | None = None
     largest: Certificate | None = None
     signed, repeatable = 0.0, True
-    for family, op in product(FAMILIES, ("fprop", "dgrad")):
+    for where, family, op in product(sites, FAMILIES, ("fprop", "dgrad")):
         given = sweep.draw(op, family, torch.float16, CHANNELS, where)
         proof = certificate(
             given.x if op == "fprop" else given.dy, given.weight, transpose=op == "dgrad", chunk=wanted[1]
@@ -356,7 +361,7 @@ def _measure(tile: Tile | None, x: Voxels, repeats: int) -> Verdict:
         if family == "signed":
             signed = max(signed, found.rel_l2)
     assert worst is not None
-    gain = _gain(tile, where) if tile is not None and x.device.type == "cuda" else None
+    gain = _gain(tile, sites[0]) if tile is not None and x.device.type == "cuda" else None
     return judge(
         name,
         "fprop",

@@ -112,6 +112,7 @@ struct KernelEntry {
   TileConfig config;
   size_t (*workspace)(const ConvArgs&);                  // bytes of scratch; does not touch the device
   cudaError_t (*launch)(const ConvArgs&, cudaStream_t);  // enqueues everything on the stream, never synchronises
+  int (*parts)(const ConvArgs&);  // fprop: CTAs that share an item. wgrad: partial sums of dW. Null: always 1
 };
 
 // Every compiled kernel, in table order; nullptr when the name is unknown.

@@ -1,7 +1,7 @@
 # Everything sets itself up: `make demo` and `make test` need git, make, python >= 3.10 and, for GPU code, nvcc.
 #
 #   make demo     the main job on a shipped scan            make test     the test suite (ARGS="-k maps" adds to pytest)
-#   make lint     ruff, mypy                                make format   ruff and clang-format, in place
+#   make lint     ruff, mypy, layers                              make format   ruff and clang-format, in place
 #   make build    the extension, in place                   make bench    benchmarks of this machine's GPU
 #   make docs     README tables from benchmarks/results     make site     web pages of docs/, into build/site
 #   make clean    build files (not the environment)
@@ -33,6 +33,7 @@ lint: $(BUILT)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
 
 format: $(BUILT)
 	$(PY) -m ruff check --fix .

@@ -9,7 +9,7 @@
     python benchmarks/collect.py --sanitizer memcheck=memory.log racecheck=races.log --card "NVIDIA H100"
     python benchmarks/collect.py --ncu surface_512=raw.csv --card "NVIDIA H100"
 
-`voxmma demo`, `voxmma bench peers` and `scaling`, benchmarks/operators.py, and foreign peer benchmarks
+`voxmma demo`, benchmarks/peerbench.py and scaling.py, benchmarks/operators.py, and foreign peer benchmarks
 (`info` and `results`, one file a scene, all libraries in one run) go into <card>.json; rows of `bench peers`
 are added to those of the same commit and scene. A sweep goes into sweep-<card>.json (one of the same commit
 and scene is added to), the gate's verdicts into gate-<card>.json, training runs into training-<card>.json,
@@ -69,7 +69,7 @@ def _row(entry: Result) -> Result:
     return row
 
 
-# ---- voxmma bench peers ------------------------------------------------------------------------------------
+# ---- benchmarks/peerbench.py -------------------------------------------------------------------------------
 
 #: Fields of a row that name it, in the names of result files.
 _PEER_KEY = ("lib", "variant", "ci", "co", "kernel", "stride", "dtype", "transposed")
@@ -77,7 +77,7 @@ _PEER_SAME = ("commit", "driver", "torch", "voxels", "repeats")
 
 
 def _peers(raw: Result, former: Result, origin: Result) -> Result:
-    """The scenes of a run of `voxmma bench peers`, added to `former` scenes of the same commit."""
+    """The scenes of a run of benchmarks/peerbench.py, added to `former` scenes of the same commit."""
     scenes = dict(former)
     for scene, voxels in raw["scenes"].items():
         part: Result = {
@@ -156,7 +156,7 @@ def _operators(raw: Result, origin: Result) -> Result:
 
 # ---- sweeps ------------------------------------------------------------------------------------------------
 
-#: Fields of voxmma.sweep.Row that are kept; the others follow from them.
+#: Fields of voxmma.tools.sweep.Row that are kept; the others follow from them.
 SWEEP_COLUMNS = (
     "op", "mode", "family", "channels", "volume", "n", "accumulator", "tile", "max_eta", "p99_eta", "rel_l2",
     "max_rel", "nonfinite", "bound", "verdict",

@@ -1,4 +1,4 @@
-"""Times of coordinate sets, maps, pooling and voxelisation, which `voxmma bench peers` does not measure.
+"""Times of coordinate sets, maps, pooling and voxelisation, which benchmarks/peerbench.py does not measure.
 
     python benchmarks/operators.py --scene surface --scene scan.npz --out operators.json
 
@@ -27,12 +27,19 @@ import torch
 import typer
 from torch import Tensor
 
-from voxmma import bench, coordops, doctor, peers, roofline, tunecache
-from voxmma.coords import CoordSet
-from voxmma.kernel_map import held_bytes, kernel_map
+from voxmma.dispatch import measurements
 from voxmma.nn import functional as F
-from voxmma.timing import Clock, synchronise
-from voxmma.voxels import Voxels
+from voxmma.sparse import sampling
+from voxmma.sparse import sets as coordops
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.maps import held_bytes, kernel_map
+from voxmma.sparse.tensor import Voxels
+from voxmma.tools import bench
+from voxmma.tuning import machine
+from voxmma.tuning.timing import Clock, synchronise
+
+import peers
+import roofline
 
 CHANNELS = (32, 64, 128)
 WINDOWS = ((2, 2), (3, 2))  # kernel size, stride
@@ -228,7 +235,7 @@ def point_moves(known: CoordSet, dtype: torch.dtype) -> Iterator[Move]:
 
         def quantise(feats: Tensor = feats) -> Tensor:
             given = {"batch_index": batch, "batch_size": samples}
-            return coordops.sparse_quantize(points, feats, VOXEL_SIZE, **given)[0].feats
+            return sampling.sparse_quantize(points, feats, VOXEL_SIZE, **given)[0].feats
 
         made = len(quantise())
         yield Move(
@@ -244,7 +251,7 @@ def point_moves(known: CoordSet, dtype: torch.dtype) -> Iterator[Move]:
         both = (n + known.num) * c * word
         yield Move(
             f"devoxelise, {mode}", c,
-            lambda x=x, mode=mode: coordops.devoxelise(x, points, VOXEL_SIZE, mode, batch_index=batch),
+            lambda x=x, mode=mode: sampling.devoxelise(x, points, VOXEL_SIZE, mode, batch_index=batch),
             n * (12 + 4) + 16 * known.num + both,
             "points, their samples, coordinates and features of all voxels read; features of points written",
             dtype, x.feats, both,
@@ -358,12 +365,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if on_gpu:
         torch.cuda.set_device(device)
-    where = doctor.environment()
+    where = machine.environment()
     result: Row = {
         "kind": "operators",
         "environment": where,
         "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": tunecache.driver_version() if on_gpu else None,
+        "driver": measurements.driver_version() if on_gpu else None,
         "spconv": peers.version("spconv") if on_gpu and peers.installed("spconv") else None,
         "bandwidth": roofline.measure(device, ()).bandwidth,
         "repeats": clock.repeats,

@@ -172,7 +172,7 @@ def speed_table(results: list[Result]) -> str:
 
 
 def peers_table(results: list[Result]) -> str:
-    """Every library of `voxmma bench peers`, per card and scene."""
+    """Every library of benchmarks/peerbench.py, per card and scene."""
     blocks = []
     for result in results:
         for scene, part in result.get("scenes", {}).items():
@@ -212,7 +212,7 @@ def peers_table(results: list[Result]) -> str:
             failed = "".join(f"\n* {why}: {', '.join(labels)}" for why, labels in reasons.items())
             failed = f"\n\nWithout figures:\n{failed}" if failed else ""
             blocks.append(f"{caption}\n\n{_markdown(header, rows)}{failed}")
-    return "\n\n".join(blocks) or "No run of `voxmma bench peers` has been recorded yet."
+    return "\n\n".join(blocks) or "No run of benchmarks/peerbench.py has been recorded yet."
 
 
 def scaling_table(results: list[Result]) -> str:
@@ -245,7 +245,7 @@ def scaling_table(results: list[Result]) -> str:
         note = "Time a pair at the largest size over the least at a smaller one:"
         moves = _markdown(["C", "forward", "dgrad", "wgrad"], growth)
         blocks.append(f"{caption}\n\n{_markdown([*header, 'max eta'], rows)}\n\n{note}\n\n{moves}")
-    return "\n\n".join(blocks) or "No run of `voxmma bench scaling` has been recorded yet."
+    return "\n\n".join(blocks) or "No run of benchmarks/scaling.py has been recorded yet."
 
 
 def operators_table(results: list[Result]) -> str:
@@ -656,7 +656,7 @@ def plots_block(results: list[Result]) -> str:
 
 
 def _speed_plots(results: list[Result]) -> list[tuple[str, str, Result, str]]:
-    """(file name, kind, what voxmma.benchplots draws, hash of its figures) of every plot of speed."""
+    """(file name, kind, what benchmarks/benchplots.py draws, hash of its figures) of every plot of speed."""
     found: list[tuple[str, str, Result]] = []
     for result in results:
         for scene, part in result.get("scenes", {}).items():
@@ -715,7 +715,7 @@ def draw_plots(results: list[Result], folder: Path) -> None:
     speed = {name: plot for name, *plot in _speed_plots(results)}
     for name in stale_plots(results, folder):
         if name in speed:
-            from voxmma import benchplots
+            import benchplots
 
             kind, shown, digest = speed[name]
             draw = {
@@ -728,7 +728,7 @@ def draw_plots(results: list[Result], folder: Path) -> None:
         if name not in wanted:
             (folder / name).unlink()
             continue
-        from voxmma import sweep_show
+        from voxmma.tools import sweep_show
 
         result, volume, digest = wanted[name]
         shown = {**result, "device": result["card"], "rows": result["sweep"]}

@@ -17,13 +17,14 @@ import sys
 
 import torch
 
-from voxmma import accuracy
-from voxmma.coordops import devoxelise
-from voxmma.coords import CoordSet
-from voxmma.kernel_map import kernel_map
+from voxmma.dispatch.selection import card
 from voxmma.nn import functional as F
-from voxmma.tiles import Tile, card, compiled
-from voxmma.voxels import Voxels
+from voxmma.ops.kernels import Tile, compiled
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.maps import kernel_map
+from voxmma.sparse.sampling import devoxelise
+from voxmma.sparse.tensor import Voxels
+from voxmma.verify import accuracy
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 POOLS = (F.max_pool, F.min_pool, F.sum_pool, F.avg_pool)

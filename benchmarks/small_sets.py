@@ -23,8 +23,13 @@ import typer
 from torch import Tensor
 
 import voxmma
-from voxmma import bench, doctor, peers, scenes, tunecache
-from voxmma.timing import Clock, synchronise
+from voxmma.data import scenes
+from voxmma.dispatch import measurements
+from voxmma.tools import bench
+from voxmma.tuning import machine
+from voxmma.tuning.timing import Clock, synchronise
+
+import peers
 
 VOXELS = (254, 1082, 4541, 15578, 32493)
 CHANNELS = (64, 128, 256)
@@ -130,12 +135,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if on_gpu:
         torch.cuda.set_device(device)
-    where = doctor.environment()
+    where = machine.environment()
     result: Row = {
         "kind": "small_sets",
         "environment": where,
         "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": tunecache.driver_version() if on_gpu else None,
+        "driver": measurements.driver_version() if on_gpu else None,
         "spconv": peers.version("spconv") if on_gpu and peers.installed("spconv") else None,
         "repeats": clock.repeats,
         "rows": [],

@@ -2,7 +2,7 @@
 
     python benchmarks/torch_versions.py                       # all that pip offers this Python
     python benchmarks/torch_versions.py --only 2.6 2.14       # some; rows of the others stay
-    python benchmarks/torch_versions.py --tests tests/test_ops.py tests/test_norm.py
+    python benchmarks/torch_versions.py --tests tests/ops/test_ops.py tests/nn/test_norm.py
 
 One version at a time: a copy of the committed files and a fresh environment in a temporary folder (3 to 8 GB
 where torch brings CUDA's libraries), the newest patch of the version, a build for the CPU, and the tests that

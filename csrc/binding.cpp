@@ -1,5 +1,5 @@
 // The one file that knows both torch and the kernel library: dispatcher ops with autograd and autocast, their CUDA
-// implementation, and the pybind functions of voxmma._C. CPU implementations and fakes are in python/voxmma/ops.py.
+// implementation, and the pybind functions of voxmma._C. CPU implementations and fakes are in python/voxmma/ops/cpu.py.
 //
 // No ATen/cuda header is included (they ask for cuBLAS and cuSPARSE headers): the current stream comes through c10's
 // virtual device guard, so the same file compiles against CUDA and CPU-only builds of torch. Without VOXMMA_WITH_CUDA
@@ -644,7 +644,7 @@ Tensor wgrad_autocast(const Tensor& x, const Tensor& dy, TensorList map, TensorL
                          map_t, kernel_volume, groups, symmetric, accumulator, tile, dgrad_tile, out_dtype);
 }
 
-// ---- calls that are repeated (voxmma/call.py) ---------------------------------------------------------------------
+// ---- calls that are repeated (voxmma/dispatch/calls.py) -----------------------------------------------------------
 
 // The op with all arguments but three, so that a call does not parse them. It goes through the dispatcher like any other,
 // but for autocast: the type to compute in has been decided, so the op's own rule must not decide again.
@@ -1136,10 +1136,10 @@ IndexResult index_coords_cuda(const Tensor& coords, const Ints& bounds) {
   return {order, table, list};
 }
 
-// Output coordinates of a layer (voxmma/derive.py) and their index: coordinates sorted by (batch, x, y, z), order, bricks,
-// how many there are, and whether one lies outside the packable range. In the last case, and above `limit`, there is
-// nothing but the count. Works on `piece` candidates at a time; reads back once, or once a piece where the bounds hold
-// too many cells for a bitmap.
+// Output coordinates of a layer (voxmma/sparse/derive.py) and their index: coordinates sorted by (batch, x, y, z),
+// order, bricks, how many there are, and whether one lies outside the packable range. In the last case, and above
+// `limit`, there is nothing but the count. Works on `piece` candidates at a time; reads back once, or once a piece
+// where the bounds hold too many cells for a bitmap.
 DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const Ints& stride, const Ints& dilation,
                                 const Ints& padding, bool to_children, const Ints& bounds, int64_t piece,
                                 int64_t limit) {
@@ -1533,7 +1533,7 @@ Tensor merge_runs_cuda(const Tensor& x, const Tensor& order, const Tensor& start
   return out;
 }
 
-// ---- points: see kernels.h and voxmma/coordops.py
+// ---- points: see kernels.h and voxmma/sparse/sampling.py
 
 SetView set_view(const Tensor& order, const Tensor& bricks, const Tensor& like) {
   check_ints("order", order, at::kInt, 0, like);
@@ -1829,7 +1829,7 @@ TORCH_LIBRARY(voxmma, m) {
       {at::Tag::pt2_compliant_tag});
   // How many inputs each of n_out output rows has.
   m.def("neighbor_counts(Tensor[] map, int kernel_volume, SymInt n_out) -> Tensor", {at::Tag::pt2_compliant_tag});
-  // One level of the tree in voxmma/segments.py, which differentiates it.
+  // One level of the tree in voxmma/sparse/segments.py, which differentiates it.
   m.def("segment_sum(Tensor x, Tensor rows, Tensor starts) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("segment_argmax(Tensor x, Tensor? candidates, Tensor rows, Tensor starts) -> Tensor",
         {at::Tag::pt2_compliant_tag});

@@ -23,9 +23,9 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
-from voxmma import doctor
-from voxmma.policy import NAMED, ComputeSpec, Precision, PrecisionPolicy, as_policy
-from voxmma.schedule import PolicyScheduler
+from voxmma.precision.policy import NAMED, ComputeSpec, Precision, PrecisionPolicy, as_policy
+from voxmma.precision.schedule import PolicyScheduler
+from voxmma.tuning import machine
 
 _HALF = PrecisionPolicy.auto_mixed
 #: The named policies, and auto_mixed with other accumulators in the sparse layers.
@@ -201,7 +201,7 @@ def record(
         "kind": "training",
         "task": task.name,
         "device": device.type,
-        "environment": doctor.environment(),
+        "environment": machine.environment(),
         "steps": len(next(iter(results.values()))[0].losses),
         "block": BLOCK,
         "seeds": list(seeds),

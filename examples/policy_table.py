@@ -22,8 +22,11 @@ from common import POLICIES
 from rich.console import Console
 from rich.table import Table
 
-from voxmma import doctor, export, policy_graph, speedbench
-from voxmma.policy import PrecisionPolicy, apply_policy
+from voxmma import export
+from voxmma.precision import policy_graph
+from voxmma.precision.policy import PrecisionPolicy, apply_policy
+from voxmma.tools import speedbench
+from voxmma.tuning import machine
 
 SCALE = 1024.0  # of the loss, so that fp16 gradients stay in range
 
@@ -130,7 +133,7 @@ def main(
         table.add_row(*cells(row))
     Console(width=130).print(table)
     if out is not None:
-        record = {"kind": "policies", "device": where.type, "environment": doctor.environment()}
+        record = {"kind": "policies", "device": where.type, "environment": machine.environment()}
         out.write_text(json.dumps({**record, "sizes": sizes, "rows": rows}, indent=1) + "\n")
 
 

@@ -2,9 +2,9 @@
 
     python examples/train_unet.py --policies always_f32,auto_mixed,fp16_sum --steps 200
 
-Rooms, furniture and labels come from `voxmma.scenes`. The network (`voxmma.speedbench.SparseUNet`) goes down
-two levels with strided convolutions, back up with transposed ones onto the voxels it came from, and joins
-each level with what left it.
+Rooms, furniture and labels come from `voxmma.data.scenes`. The network (`voxmma.tools.speedbench.SparseUNet`)
+goes down two levels with strided convolutions, back up with transposed ones onto the voxels it came from, and
+joins each level with what left it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from common import Task, main
 from torch.nn import functional as F
 
-from voxmma import Voxels, scenes
-from voxmma.speedbench import SparseUNet
+from voxmma import Voxels
+from voxmma.data import scenes
+from voxmma.tools.speedbench import SparseUNet
 
 Sample = tuple[np.ndarray, np.ndarray, np.ndarray]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from voxmma.accuracy import ARCHITECTURES
+from voxmma.verify.accuracy import ARCHITECTURES
 
 Array = NDArray[np.float64]
 

@@ -13,8 +13,9 @@ import torch._dynamo.testing
 from torch._dynamo.utils import counters
 
 import voxmma
-from voxmma import nn, tunecache
-from voxmma.mapped import one_graph
+from voxmma import nn
+from voxmma.dispatch import measurements
+from voxmma.export.mapped import one_graph
 
 from conftest import random_coords
 
@@ -121,9 +122,9 @@ def test_fault_57_records_are_not_traced(
 ) -> None:
     """Measured tiles are looked up by path and device, which torch.compile cannot trace. A CPU
     is looked up here as a GPU is."""
-    owner = tunecache.Owner("a card", "9.0", 1, "1.0", "a build")
-    monkeypatch.setattr(tunecache, "owner_of", lambda where: owner)
-    monkeypatch.setattr(tunecache, "stamp", lambda where: tunecache.table(where).version)
+    owner = measurements.Owner("a card", "9.0", 1, "1.0", "a build")
+    monkeypatch.setattr(measurements, "owner_of", lambda where: owner)
+    monkeypatch.setattr(measurements, "stamp", lambda where: measurements.table(where).version)
     voxmma.settings._set(cache_dir=str(tmp_path))
     weights = [torch.randn(27, c, 8, device=device) for c in (4, 8, 16)]
 
@@ -139,7 +140,7 @@ def test_fault_57_records_are_not_traced(
         torch.testing.assert_close(compiled(x, dynamic_channels, mapping), step(x, dynamic_channels, mapping))
     net = Net().to(device)
     check(net, copied := copy.deepcopy(net), torch.compile(copied, backend="eager"), scene(80, 2, device))
-    assert any(place[0].parent == tmp_path for place in tunecache._tables)
+    assert any(place[0].parent == tmp_path for place in measurements._tables)
 
 
 def test_fault_57_outputs_on_another_set(device: torch.device) -> None:

@@ -14,24 +14,16 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import voxmma
-from voxmma import (
-    accuracy,
-    demo,
-    doctor,
-    export,
-    gate,
-    mapped,
-    overflow,
-    policy,
-    shadow,
-    speedbench,
-    sweep,
-    tiles,
-    torchflags,
-    tuner,
-)
 from voxmma import nn as vnn
+from voxmma import tiles, torchflags
+from voxmma.export import artefact as export
+from voxmma.export import mapped
 from voxmma.nn import functional as F
+from voxmma.ops import rescale
+from voxmma.precision import policy
+from voxmma.tools import demo, doctor, speedbench
+from voxmma.tuning import gate, tuner
+from voxmma.verify import accuracy, shadow, trials
 
 from conftest import random_coords
 
@@ -167,12 +159,12 @@ def _shadow(d: Data) -> list[Any]:
 
 def _overflow(d: Data) -> list[Any]:
     weight = d.feats[:108].reshape(27, 4, 4)
-    found = overflow.fp16_operands(d.feats.bfloat16(), weight)
+    found = rescale.fp16_operands(d.feats.bfloat16(), weight)
     net = copy.deepcopy(d.net).half()
     guard = voxmma.OverflowGuard(d.device)
     with guard:
         net(d.x.half())
-    return [overflow.overflow_bound(d.feats.half(), weight), found.restore(found.a.float()), guard.read()]
+    return [rescale.overflow_bound(d.feats.half(), weight), found.restore(found.a.float()), guard.read()]
 
 
 def _accuracy(d: Data) -> list[Any]:
@@ -189,8 +181,8 @@ def _accuracy(d: Data) -> list[Any]:
 
 
 def _sweep(d: Data) -> list[Any]:
-    where = sweep.site(sweep.scene(d.device, 200), 3)
-    given = sweep.draw("fprop", "signed", torch.float16, 16, where)
+    where = trials.site(trials.scene(d.device, 200), 3)
+    given = trials.draw("fprop", "signed", torch.float16, 16, where)
     return [given.x, given.weight, given.dy, given.y64, given.abs64]
 
 

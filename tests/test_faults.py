@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import voxmma
-from voxmma import accuracy
-from voxmma.coordops import devoxelise
+from voxmma.dispatch.selection import card
 from voxmma.nn import functional as F
 from voxmma.nn.functional.sparse_conv import spatially_sparse_conv
 from voxmma.nn.modules.sparse_conv import SparseConv3d
-from voxmma.tiles import card, compiled
+from voxmma.ops.kernels import compiled
+from voxmma.sparse.sampling import devoxelise
+from voxmma.verify import accuracy
 
 from conftest import kernel_offsets, random_coords, surface_coords
 
@@ -424,7 +425,7 @@ def test_fault_23_import_without_a_gpu() -> None:
         "print(voxmma.tiles())\n"
         "x = voxmma.Voxels(torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.int32), torch.ones(2, 4))\n"
         "print(voxmma.explain(voxmma.nn.SparseConv3d(4, 4, 3)(x)))\n"
-        "from voxmma.tiles import select_tile\n"
+        "from voxmma.dispatch.selection import select_tile\n"
         "try:\n"
         "    select_tile('fwd', torch.float16, 'fp32', 64, 64, 1, (7, 0))\n"
         "except RuntimeError as error:\n"

@@ -15,7 +15,7 @@ import voxmma
 from voxmma import nn
 from voxmma.nn import functional as F
 from voxmma.nn.functional import sparse_conv_transpose, spatially_sparse_conv
-from voxmma.voxels import Voxels
+from voxmma.sparse.tensor import Voxels
 
 from conftest import grid_coords, random_coords
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import voxmma
-from voxmma import accuracy
 from voxmma.nn.functional.sparse_conv import spatially_sparse_conv
+from voxmma.verify import accuracy
 
 from conftest import random_coords, surface_coords
 

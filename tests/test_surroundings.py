@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import io
 import itertools
 import json
@@ -22,11 +21,15 @@ from typer.testing import CliRunner
 
 import voxmma
 from voxmma import nn as vnn
-from voxmma import report, settings, shadow, torchflags
-from voxmma.cli import app
-from voxmma.export import ArtefactError, compile_model, load
-from voxmma.policy import PolicyError, PrecisionPolicy, activate, applied, apply_policy
-from voxmma.schedule import PolicyScheduler, TF32Scheduler
+from voxmma import torchflags
+from voxmma.dispatch import settings
+from voxmma.export.artefact import compile_model, load
+from voxmma.export.frozen import ArtefactError
+from voxmma.precision.policy import PolicyError, PrecisionPolicy, activate, applied, apply_policy
+from voxmma.precision.schedule import PolicyScheduler, TF32Scheduler
+from voxmma.tools import report
+from voxmma.tools.cli import app
+from voxmma.verify import shadow
 
 from conftest import random_coords
 
@@ -105,14 +108,15 @@ def test_fault_44_ieee_layers_give_the_same_bits_under_every_switch(
 
 def test_products_on_the_cpu_are_made_with_the_switches_at_ieee(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a processor without bf16 instructions cannot show: what the product itself sees."""
-    ops = importlib.import_module("voxmma.ops")
-    seen, inner = [], ops._product
+    from voxmma.ops import cpu
+
+    seen, inner = [], cpu._product
 
     def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         seen.append([torchflags.effective_fp32_precision(op, "cpu") for op in ("matmul", "conv")])
         return inner(rows, weight)
 
-    monkeypatch.setattr(ops, "_product", product)
+    monkeypatch.setattr(cpu, "_product", product)
     for name in ("medium", "mkldnn"):
         with surrounded(name):
             before = torchflags.effective_fp32_precision("matmul", "cpu")

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import voxmma
-from voxmma import Voxels, _types, coordops
+from voxmma import Voxels, _types
 from voxmma import nn as vnn
 from voxmma.nn import functional as F
+from voxmma.sparse import sampling, sets
 
 import conftest
 
@@ -123,7 +124,7 @@ def test_fault_32_every_argument_takes_the_integers_of_numpy() -> None:
         assert torch.equal(F.spatially_sparse_conv(x, w, size, groups=n(1)).feats, expected.feats)
     assert type(x.batch_size) is int and x.stride == (1, 1, 1)
     assert voxmma.downsample(x, n(2)) is voxmma.downsample(x, 2)
-    assert coordops.crop(x, n(0), np.array([3, 3, 3])).num_voxels == coordops.crop(x, 0, 3).num_voxels
+    assert sets.crop(x, n(0), np.array([3, 3, 3])).num_voxels == sets.crop(x, 0, 3).num_voxels
     assert torch.equal(x.dense(np.array([9, 9, 9]), np.array([-2, -2, -2])), x.dense((9, 9, 9), (-2, -2, -2)))
     assert torch.equal(F.group_norm(x, n(2)).feats, F.group_norm(x, 2).feats)
     with voxmma.settings.override(pcoff_f16acc_small_ch_ceil=n(8)):
@@ -150,9 +151,9 @@ def test_fault_33_numpy_arrays_are_coordinates_points_and_features() -> None:
     frozen = a.copy()
     frozen.flags.writeable = False
     assert torch.equal(voxmma.CoordSet(frozen, np.int64(1)).coords, coords)
-    assert coordops.lookup(x, a).tolist() == list(range(50))
+    assert sets.lookup(x, a).tolist() == list(range(50))
     assert torch.equal(x.with_feats(f).feats, feats)
-    assert coordops.prune(x, np.arange(50) < 7).num_voxels == 7
+    assert sets.prune(x, np.arange(50) < 7).num_voxels == 7
     grid = Voxels.from_dense(x.dense().numpy())
     assert grid.num_voxels == 50
     layer = vnn.SparseConv3d(3, 2, 3)
@@ -167,11 +168,11 @@ def test_fault_33_numpy_arrays_are_coordinates_points_and_features() -> None:
     )
     ours = Voxels.from_points(p, q, (0.3, 0.2, 0.3), batch_index=index, batch_size=2, origin=(0.1, 0.0, 0.0))
     assert torch.equal(theirs.coords, ours.coords) and torch.equal(theirs.feats, ours.feats)
-    got = coordops.devoxelise(theirs, p.numpy(), size, batch_index=index.numpy(), origin=origin)
-    assert torch.equal(got, coordops.devoxelise(ours, p, size, batch_index=index, origin=(0.1, 0.0, 0.0)))
+    got = sampling.devoxelise(theirs, p.numpy(), size, batch_index=index.numpy(), origin=origin)
+    assert torch.equal(got, sampling.devoxelise(ours, p, size, batch_index=index, origin=(0.1, 0.0, 0.0)))
     parts = Voxels.from_points([p.numpy(), p.numpy()], [q.numpy(), q.numpy()], np.float32(0.5))
     assert torch.equal(parts.feats, Voxels.from_points([p, p], [q, q], float(np.float32(0.5))).feats)
-    assert coordops.devoxelise(parts, [p.numpy(), p.numpy()], 0.5).shape == (80, 2)
+    assert sampling.devoxelise(parts, [p.numpy(), p.numpy()], 0.5).shape == (80, 2)
 
 
 def test_numpy_arrays_that_cannot_be_taken_are_named() -> None:

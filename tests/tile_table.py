@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from voxmma import _C, settings
+from voxmma import _C
+from voxmma.dispatch import settings
 
 FILE = Path(__file__).with_suffix(".json")
 ARCHS = ["8.0", "9.0a"]
@@ -37,7 +38,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], archs:
         build_runs_on=_C.build_runs_on,
         shared_memory=lambda index: 227 * 1024,
     )
-    monkeypatch.setattr(importlib.import_module("voxmma.tiles"), "_C", made)
+    monkeypatch.setattr(importlib.import_module("voxmma.ops.kernels"), "_C", made)
+    monkeypatch.setattr(importlib.import_module("voxmma.dispatch.table"), "_C", made)
+    monkeypatch.setattr(importlib.import_module("voxmma.dispatch.selection"), "_C", made)
     monkeypatch.setattr(settings, "_C", made)
     environment = replace(settings._environment, compute_capability=None, shared_memory=None)
     monkeypatch.setattr(settings, "_environment", environment)

@@ -7,33 +7,15 @@ voxmma.set_fp16_accum(True); print(voxmma.explain(y)); print(voxmma.tiles())
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
 
-# First: registers torch.ops.voxmma, and explains a missing or foreign build.
-from voxmma import ops  # noqa: F401  # isort: skip
-from voxmma import _C, convert, settings  # noqa: F401
-from voxmma.audit import audit
-from voxmma.coordops import (
-    batch,
-    collate,
-    crop,
-    devoxelise,
-    downsample,
-    from_dense,
-    intersection,
-    lookup,
-    prune,
-    sparse_quantize,
-    to_dense,
-    unbatch,
-    union,
-    unique,
-)
-from voxmma.coords import CoordSet
-from voxmma.explain import Record, explain
-from voxmma.kernel_map import KernelMap, kernel_map
-from voxmma.overflow import OverflowGuard
-from voxmma.settings import (
+# First: explains a missing or foreign build.
+from voxmma import _extension  # noqa: F401  # isort: skip
+from voxmma import _C  # noqa: F401
+from voxmma._version import __version__ as __version__
+from voxmma.dispatch import settings
+from voxmma.dispatch.launches import audit
+from voxmma.dispatch.record import Record, explain
+from voxmma.dispatch.settings import (
     get_deterministic,
     get_fp16_accum,
     get_fp16_rescale,
@@ -44,17 +26,29 @@ from voxmma.settings import (
     set_fp16_rescale,
     set_fp32_precision,
 )
-from voxmma.tiles import tiles
-from voxmma.voxels import Voxels
+from voxmma.dispatch.table import tiles
+from voxmma.ops import cpu as _cpu  # noqa: F401
+from voxmma.ops import fake as _fake  # noqa: F401
+from voxmma.sparse.batching import batch, collate, from_dense, to_dense, unbatch
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.maps import KernelMap, kernel_map
+from voxmma.sparse.sampling import devoxelise, sparse_quantize
+from voxmma.sparse.sets import crop, downsample, intersection, lookup, prune, union, unique
+from voxmma.sparse.tensor import Voxels
 
 from voxmma import nn  # isort: skip
-from voxmma import shadow  # isort: skip
-from voxmma.plan import apply_plan, calibrate  # isort: skip
 
 if _TYPE_CHECKING:
-    from voxmma.tuner import tune
-
-__version__ = "0.1.0"
+    from voxmma import export as export
+    from voxmma.compat import convert as convert
+    from voxmma.precision import policy as policy
+    from voxmma.precision import schedule as schedule
+    from voxmma.tuning import gate as gate
+    from voxmma.tuning.tuner import tune
+    from voxmma.verify import accuracy as accuracy
+    from voxmma.verify import shadow as shadow
+    from voxmma.verify.overflow import OverflowGuard
+    from voxmma.verify.plan import apply_plan, calibrate
 
 __all__ = [
     "CoordSet",
@@ -98,11 +92,33 @@ __all__ = [
     "unique",
 ]
 
+#: Attributes that load when they are touched: "module" or "module:name".
+_LAZY = {
+    "OverflowGuard": "voxmma.verify.overflow:OverflowGuard",
+    "accuracy": "voxmma.verify.accuracy",
+    "apply_plan": "voxmma.verify.plan:apply_plan",
+    "calibrate": "voxmma.verify.plan:calibrate",
+    "convert": "voxmma.compat.convert",
+    "export": "voxmma.export",
+    "gate": "voxmma.tuning.gate",
+    "policy": "voxmma.precision.policy",
+    "schedule": "voxmma.precision.schedule",
+    "shadow": "voxmma.verify.shadow",
+    "tune": "voxmma.tuning.tuner:tune",
+}
 
-def __getattr__(name: str) -> _Any:
-    """`voxmma.tune`, whose module brings the command line's packages along."""
-    if name == "tune":
-        from voxmma.tuner import tune
 
-        return tune
-    raise AttributeError(f"module 'voxmma' has no attribute {name!r}")
+def __getattr__(name: str) -> object:
+    """What is heavy or seldom used, from its module."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'voxmma' has no attribute {name!r}")
+    import importlib
+
+    module, _, attribute = _LAZY[name].partition(":")
+    found = importlib.import_module(module)
+    globals()[name] = value = getattr(found, attribute) if attribute else found
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -125,3 +125,6 @@ def as_tensor(value: Any, name: str) -> Any:
         return torch.from_numpy(value)
     except TypeError as error:
         raise TypeError(f"{name} is a numpy array that no tensor can be made of: {error}") from None
+
+
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}

@@ -10,7 +10,6 @@ this very device; the ceiling is 0 unless somebody raises it."""
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,16 @@ import torch
 from torch import Tensor
 
 import voxmma
-from voxmma import accuracy, gate, settings
-from voxmma.accuracy import FAMILIES, INTEGERS, Bound, Family
-from voxmma.kernel_map import KernelMap
+from voxmma.dispatch import settings, validation
+from voxmma.dispatch.selection import card, select_tile
 from voxmma.nn import SparseConv3d
 from voxmma.nn.functional.sparse_conv import spatially_sparse_conv
-from voxmma.tiles import Tile, card, compiled, select_tile
+from voxmma.ops import formats
+from voxmma.ops.kernels import Tile, compiled
+from voxmma.sparse.maps import KernelMap
+from voxmma.tuning import gate
+from voxmma.verify import accuracy
+from voxmma.verify.accuracy import FAMILIES, INTEGERS, Bound, Family
 
 from conftest import random_coords, surface_coords
 
@@ -48,7 +51,7 @@ class Case:
             draw(shape, dtype, generator, device) for draw, shape in zip(draws, shapes, strict=True)
         )
         read = (
-            accuracy.quantise(t, "tf32") if tile.scheme == "tf32" else t for t in (self.x, self.w, self.dy)
+            formats.quantise(t, "tf32") if tile.scheme == "tf32" else t for t in (self.x, self.w, self.dy)
         )
         x, w, dy = read
         pairs = kmap.pairs()
@@ -108,26 +111,33 @@ def test_nothing_runs_below_the_ceiling_without_the_gate(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Fails if the gate is removed from the selector, or lets a tile through that it has not measured."""
-    tiles = importlib.import_module("voxmma.tiles")  # the name voxmma.tiles is the function
+    from voxmma.dispatch import selection, table
+
     owner = {"device": "GPU-1", "driver": "1.0", "build": "b"}
+    monkeypatch.setattr(validation, "identity", lambda device: owner)
     monkeypatch.setattr(gate, "identity", lambda device: owner)
     monkeypatch.setattr(
-        tiles, "select_tile", lambda op, dtype, accum, *rest, **more: tiles.TileChoice(f"t_{accum}", "")
+        selection,
+        "select_tile",
+        lambda op, dtype, accum, *rest, **more: selection.TileChoice(f"t_{accum}", ""),
+    )
+    monkeypatch.setattr(
+        table, "select_tile", lambda op, dtype, accum, *rest, **more: selection.TileChoice(f"t_{accum}", "")
     )
     device = torch.device("cuda", 0)
 
     def plan(ceiling: int, c: int = CHANNELS, level: str = "default") -> str:
-        tiles._plan_call.cache_clear()
+        selection._plan_call.cache_clear()
         pools = (("auto",), ("auto",), ("auto",), ceiling, "ieee", settings.NO_LIMITS)
         return str(
-            tiles.plan_call(torch.float16, level == "inference_mode", level, c, c, 1, device, pools)[0]
+            selection.plan_call(torch.float16, level == "inference_mode", level, c, c, 1, device, pools)[0]
         )
 
     def record(failed: str | None) -> None:
         checks = [{"name": "bound", "passed": failed != "bound", "detail": ""}]
         if failed == "gain":
             checks.append({"name": "gain", "passed": False, "detail": ""})
-        gate._write("tile", "t_fp16", owner, {"allowed": failed is None, "checks": checks})
+        validation._write("tile", "t_fp16", owner, {"allowed": failed is None, "checks": checks})
 
     with settings.override(cache_dir=str(tmp_path)):
         assert settings.get_pcoff_f16acc_small_ch_ceil() == 0
@@ -139,14 +149,14 @@ def test_nothing_runs_below_the_ceiling_without_the_gate(
         assert plan(48) == plan(0, level="inference_mode") == "fp16"
         assert plan(0) == plan(CHANNELS - 1) == "fp32"
         assert plan(48, level="module") == plan(48, level="environment") == "fp32"
-    tiles._plan_call.cache_clear()
+    selection._plan_call.cache_clear()
 
 
 @pytest.mark.gpu
 def test_the_gate_decides_on_this_device(tmp_path: Path) -> None:
     """The same on the card, to what runs: fp16 tiles below the ceiling come and go with their verdict."""
     device = torch.device("cuda", 0)
-    owner = gate.identity(device)
+    owner = validation.identity(device)
     names = {select_tile(op, torch.float16, "fp16", 32, 32, 1, device).name for op in ("fwd", "dgrad")}
     coords = random_coords(2000, 16).to(device)
     x = voxmma.Voxels(coords, torch.randn(2000, CHANNELS, device=device).half())
@@ -155,7 +165,7 @@ def test_the_gate_decides_on_this_device(tmp_path: Path) -> None:
     def record(allowed: bool) -> None:
         checks = [{"name": name, "passed": allowed, "detail": ""} for name in ("bound", "gain")]
         for name in names:
-            gate._write("tile", name, owner, {"allowed": allowed, "checks": checks})
+            validation._write("tile", name, owner, {"allowed": allowed, "checks": checks})
 
     with settings.override(cache_dir=str(tmp_path), pcoff_f16acc_small_ch_ceil=48):
         found = voxmma.explain(conv(x))

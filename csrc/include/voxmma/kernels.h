@@ -319,8 +319,8 @@ cudaError_t pool(const PoolArgs&, cudaStream_t);
 // How many inputs every output row has: [n_out].
 cudaError_t neighbor_counts(const PlanView&, int* counts, cudaStream_t);
 
-// One level of a reduction over samples (voxmma/segments.py): block b is entries starts[b] .. starts[b + 1] - 1 of
-// `rows`, the last one to the end. Rows are added, or compared, in this order.
+// One level of a reduction over samples (voxmma/sparse/segments.py): block b is entries starts[b] .. starts[b + 1] - 1
+// of `rows`, the last one to the end. Rows are added, or compared, in this order.
 struct SegmentArgs {
   const void* x;  // (n, channels), `ldx` elements from row to row
   int64_t ldx;
@@ -400,8 +400,8 @@ struct SetView {
 // Row of each of the n coordinates (batch, x, y, z), -1 where the set has none.
 cudaError_t lookup_rows(const SetView&, const void* query, bool is_int64, int64_t n, int64_t* rows, cudaStream_t);
 
-// Voxels around points (voxmma/coordops.py, devoxelise): the one whose cell holds the point, or the eight whose centres
-// surround it and their weights, corner (x, y, z) at 4x + 2y + z.
+// Voxels around points (voxmma/sparse/sampling.py, devoxelise): the one whose cell holds the point, or the eight whose
+// centres surround it and their weights, corner (x, y, z) at 4x + 2y + z.
 struct LocateArgs {
   SetView set;
   const void* points;  // (n, 3) contiguous

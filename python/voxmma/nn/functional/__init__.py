@@ -1,15 +1,8 @@
 """Functions on Voxels; every layer of voxmma.nn has one of the same meaning here."""
 
-from voxmma.nn.functional.norm import (
-    add,
-    add_union,
-    batch_norm,
-    cat,
-    checkpoint,
+from voxmma.nn.functional.activation import (
     dropout,
     gelu,
-    group_norm,
-    instance_norm,
     layer_norm,
     leaky_relu,
     lift,
@@ -18,9 +11,10 @@ from voxmma.nn.functional.norm import (
     rms_norm,
     sigmoid,
     silu,
-    sync_batch_norm,
     tanh,
 )
+from voxmma.nn.functional.container import add, add_union, cat, checkpoint
+from voxmma.nn.functional.norm import batch_norm, group_norm, instance_norm, sync_batch_norm
 from voxmma.nn.functional.pool import (
     PoolIndices,
     avg_pool,

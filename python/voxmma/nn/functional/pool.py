@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from voxmma.coords import CoordSet
-from voxmma.kernel_map import Geometry, KernelMap, padding_triple, traceable
+from voxmma._dynamo import eager
 from voxmma.nn.functional.sparse_conv import (
     KernelSize,
     Target,
@@ -23,9 +22,11 @@ from voxmma.nn.functional.sparse_conv import (
     resolve_map,
     stride_triple,
 )
-from voxmma.points import FEATURE_DTYPES
-from voxmma.segments import sample_argmax, sample_mean, sample_sum, statistics_break
-from voxmma.voxels import Voxels
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.maps import Geometry, KernelMap, padding_triple, traceable
+from voxmma.sparse.points import FEATURE_DTYPES
+from voxmma.sparse.segments import sample_argmax, sample_mean, sample_sum, statistics_break
+from voxmma.sparse.tensor import Voxels
 
 # ---- windows -----------------------------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ def _breaks(
     coords: Target | None,
     kernel_map: KernelMap | None,
 ) -> bool:
-    """Whether torch.compile has to leave a pooling to eager code; see voxmma.kernel_map.traceable."""
+    """Whether torch.compile has to leave a pooling to eager code; see voxmma.sparse.maps.traceable."""
     if not torch.compiler.is_compiling() or kernel_map is not None or not isinstance(x, Voxels):
         return False
     size, spread = kernel_triple(kernel_size), dilation_triple(dilation)
@@ -175,7 +176,7 @@ def _extreme(x: Voxels, largest: bool, indices: bool, *window: Any) -> tuple[Vox
     return Voxels._make(out_coords, y, out_stride), PoolIndices(winner, over, x)
 
 
-_extreme_outside = torch.compiler.disable(_extreme)
+_extreme_outside = eager(_extreme)
 
 
 class PoolIndices:
@@ -276,7 +277,7 @@ def _summed(x: Voxels, mean: bool, *window: Any) -> Voxels:
     return Voxels._make(out_coords, _sum(x.feats, over, over.counts if mean else None), out_stride)
 
 
-_summed_outside = torch.compiler.disable(_summed)
+_summed_outside = eager(_summed)
 
 
 def unpool(
@@ -311,12 +312,12 @@ def unpool(
     return Voxels._make(out_coords, _sum(x.feats, over), out_stride)
 
 
-_unpool_outside = torch.compiler.disable(unpool)
+_unpool_outside = eager(unpool)
 
 # ---- samples -----------------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable
+@eager
 def _global_outside(pool: Callable[[Voxels], Tensor], x: Voxels) -> Tensor:
     return pool(x)
 

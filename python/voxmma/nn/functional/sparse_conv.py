@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from voxmma._types import Triple, as_tensor, positive, triple
-from voxmma.call import convolve, find_repeat, fp16_accum_flag
-from voxmma.coords import CoordSet
-from voxmma.kernel_map import (
+from voxmma._dynamo import eager
+from voxmma._types import DTYPE_NAMES, Triple, as_tensor, positive, triple
+from voxmma.dispatch.calls import convolve, find_repeat, fp16_accum_flag
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.maps import (
     MAX_KERNEL,
     MAX_OFFSET,
     MAX_STRIDE,
@@ -19,9 +20,8 @@ from voxmma.kernel_map import (
     padding_triple,
     traceable,
 )
-from voxmma.kernel_map import kernel_map as build_kernel_map
-from voxmma.tiles import DTYPE_NAMES
-from voxmma.voxels import Voxels
+from voxmma.sparse.maps import kernel_map as build_kernel_map
+from voxmma.sparse.tensor import Voxels
 
 KernelSize = int | tuple[int, int, int]
 Target = Voxels | CoordSet | torch.Tensor
@@ -327,7 +327,7 @@ def _holds_tensor(arguments: tuple[Any, ...]) -> bool:
     return any(isinstance(part, torch.Tensor) for part in parts)
 
 
-@torch.compiler.disable
+@eager
 def _outside(
     x: Voxels,
     weight: torch.Tensor,

@@ -1,24 +1,19 @@
 """Layers on Voxels."""
 
-from voxmma.nn.modules.norm import (
+from voxmma.nn.modules.activation import (
     GELU,
-    BatchNorm,
     Dropout,
-    GroupNorm,
-    InstanceNorm,
     LayerNorm,
     LeakyReLU,
-    Lift,
     Linear,
-    Prune,
     ReLU,
     RMSNorm,
-    Sequential,
     Sigmoid,
     SiLU,
-    SyncBatchNorm,
     Tanh,
 )
+from voxmma.nn.modules.container import Lift, Prune, Sequential
+from voxmma.nn.modules.norm import BatchNorm, GroupNorm, InstanceNorm, SyncBatchNorm
 from voxmma.nn.modules.pool import (
     GlobalAvgPool,
     GlobalMaxPool,

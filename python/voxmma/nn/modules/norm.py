@@ -12,67 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from voxmma.coordops import prune
-from voxmma.nn.functional import norm as functional
-from voxmma.voxels import Voxels
-
-
-class _OnVoxels(nn.Module):
-    """Mixin in front of a torch layer: its forward on the features of Voxels, or on a tensor as it is."""
-
-    def forward(self, x: Any) -> Any:
-        return functional.lift(super().forward, x)
-
-
-class ReLU(_OnVoxels, nn.ReLU):
-    """torch.nn.ReLU on Voxels."""
-
-
-class GELU(_OnVoxels, nn.GELU):
-    """torch.nn.GELU on Voxels."""
-
-
-class SiLU(_OnVoxels, nn.SiLU):
-    """torch.nn.SiLU on Voxels."""
-
-
-class LeakyReLU(_OnVoxels, nn.LeakyReLU):
-    """torch.nn.LeakyReLU on Voxels."""
-
-
-class Sigmoid(_OnVoxels, nn.Sigmoid):
-    """torch.nn.Sigmoid on Voxels."""
-
-
-class Tanh(_OnVoxels, nn.Tanh):
-    """torch.nn.Tanh on Voxels."""
-
-
-class Dropout(_OnVoxels, nn.Dropout):
-    """torch.nn.Dropout on Voxels: drops single features."""
-
-
-class Linear(_OnVoxels, nn.Linear):
-    """torch.nn.Linear on Voxels: (N, in_features) -> (N, out_features)."""
-
-
-class LayerNorm(_OnVoxels, nn.LayerNorm):
-    """torch.nn.LayerNorm on Voxels: over the channels of each voxel."""
-
-
-class RMSNorm(_OnVoxels, nn.RMSNorm):
-    """torch.nn.RMSNorm on Voxels: over the channels of each voxel."""
-
-
-class Lift(nn.Module):
-    """Any module of a tensor (N, C) -> (N, C') as a module of Voxels: `Lift(MyActivation())`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Any) -> Any:
-        return functional.lift(self.module, x)
+from voxmma.nn.functional import activation, norm
+from voxmma.sparse.tensor import Voxels
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -85,9 +26,9 @@ class BatchNorm(nn.BatchNorm1d):
     def forward(self, x: Any) -> Any:
         rows = x.num_voxels if isinstance(x, Voxels) else x.shape[0]
         if rows >= 2:
-            return functional.lift(super().forward, x)
+            return activation.lift(super().forward, x)
         mean, var = self.running_mean, self.running_var
-        return functional.batch_norm(x, mean, var, self.weight, self.bias, self.training, 0.0, self.eps)
+        return norm.batch_norm(x, mean, var, self.weight, self.bias, self.training, 0.0, self.eps)
 
 
 class SyncBatchNorm(BatchNorm):
@@ -109,7 +50,7 @@ class SyncBatchNorm(BatchNorm):
             if self.momentum is None:
                 momentum = 1.0 / float(self.num_batches_tracked)
         mean, var = self.running_mean, self.running_var
-        return functional.sync_batch_norm(x, mean, var, self.weight, self.bias, momentum, self.eps, group)
+        return norm.sync_batch_norm(x, mean, var, self.weight, self.bias, momentum, self.eps, group)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> Any:
@@ -138,7 +79,7 @@ class GroupNorm(nn.GroupNorm):
     """
 
     def forward(self, x: Voxels) -> Voxels:  # type: ignore[override]
-        return functional.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+        return norm.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
 
 
 class InstanceNorm(GroupNorm):
@@ -159,33 +100,3 @@ class InstanceNorm(GroupNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, num_features, eps, affine, device, dtype)
-
-
-class Prune(nn.Module):
-    """Keeps the voxels where the mask (N,) bool is True: `Prune()(x, mask)`; see voxmma.coordops.prune."""
-
-    def forward(self, x: Voxels, mask: torch.Tensor) -> Voxels:
-        return prune(x, mask)
-
-
-class Sequential(nn.Sequential):
-    """torch.nn.Sequential over Voxels in which plain torch modules work on the features.
-
-    Plain is a module made of torch's own classes alone, inside too; it is given the features (N, C). All
-    others, your own included, are given the Voxels; `Lift` wraps your own module of a tensor. Once a module
-    returns no Voxels (global pooling), the rest is called on what it returned.
-    """
-
-    def forward(self, x: Any) -> Any:
-        for module in self:
-            x = functional.lift(module, x) if _is_plain(module) else module(x)
-        return x
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether every module inside is of a class that, bases included, comes from torch."""
-    return all(
-        cls.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc")
-        for part in module.modules()
-        for cls in type(part).__mro__
-    )

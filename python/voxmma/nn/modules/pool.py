@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 from voxmma._types import planar
-from voxmma.derive import check_max_voxels
-from voxmma.kernel_map import KernelMap, padding_triple
 from voxmma.nn.functional import pool as F
 from voxmma.nn.functional.sparse_conv import (
     KernelSize,
@@ -21,7 +19,9 @@ from voxmma.nn.functional.sparse_conv import (
     stride_triple,
 )
 from voxmma.nn.modules.sparse_conv import KernelSize2d
-from voxmma.voxels import Voxels
+from voxmma.sparse.derive import check_max_voxels
+from voxmma.sparse.maps import KernelMap, padding_triple
+from voxmma.sparse.tensor import Voxels
 
 
 class _Pool3d(nn.Module):

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from voxmma._dynamo import eager
 from voxmma._types import planar, positive
-from voxmma.call import fp16_accum_flag
-from voxmma.derive import check_max_voxels
-from voxmma.kernel_map import Geometry, KernelMap, padding_triple, traceable
+from voxmma.dispatch.calls import fp16_accum_flag
 from voxmma.nn.functional.sparse_conv import (
     KernelSize,
     Target,
@@ -23,7 +22,9 @@ from voxmma.nn.functional.sparse_conv import (
     sparse_conv,
     stride_triple,
 )
-from voxmma.voxels import Voxels
+from voxmma.sparse.derive import check_max_voxels
+from voxmma.sparse.maps import Geometry, KernelMap, padding_triple, traceable
+from voxmma.sparse.tensor import Voxels
 
 KernelSize2d = int | tuple[int, int]
 
@@ -198,7 +199,7 @@ class SparseConv3d(nn.Module):
         return ", ".join(parts)
 
 
-@torch.compiler.disable
+@eager
 def _outside(layer: SparseConv3d, x: Voxels, coords: Target | None) -> Voxels:
     """A layer between two graphs of torch.compile, so that it traces no cache and no bookkeeping."""
     return SparseConv3d.forward(layer, x, coords=coords)

@@ -1,0 +1,53 @@
+"""Layers that hold other layers, or choose voxels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from voxmma.nn.functional import activation
+from voxmma.sparse.sets import prune
+from voxmma.sparse.tensor import Voxels
+
+
+class Lift(nn.Module):
+    """Any module of a tensor (N, C) -> (N, C') as a module of Voxels: `Lift(MyActivation())`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Any) -> Any:
+        return activation.lift(self.module, x)
+
+
+class Prune(nn.Module):
+    """Keeps the voxels where the mask (N,) bool is True: `Prune()(x, mask)`; see voxmma.sparse.sets.prune."""
+
+    def forward(self, x: Voxels, mask: torch.Tensor) -> Voxels:
+        return prune(x, mask)
+
+
+class Sequential(nn.Sequential):
+    """torch.nn.Sequential over Voxels in which plain torch modules work on the features.
+
+    Plain is a module made of torch's own classes alone, inside too; it is given the features (N, C). All
+    others, your own included, are given the Voxels; `Lift` wraps your own module of a tensor. Once a module
+    returns no Voxels (global pooling), the rest is called on what it returned.
+    """
+
+    def forward(self, x: Any) -> Any:
+        for module in self:
+            x = activation.lift(module, x) if _is_plain(module) else module(x)
+        return x
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether every module inside is of a class that, bases included, comes from torch."""
+    return all(
+        cls.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc")
+        for part in module.modules()
+        for cls in type(part).__mro__
+    )

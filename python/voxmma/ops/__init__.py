@@ -1,0 +1,1 @@
+"""The operators of torch.ops.voxmma in Python, and what the kernel library offers them."""

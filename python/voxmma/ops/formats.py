@@ -1,0 +1,82 @@
+"""Number formats, and rounding to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# ---- formats and architectures ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating-point format.
+
+    ``bits`` counts the significand with its hidden one; the smallest normal number is ``2^emin``.
+    """
+
+    name: str
+    bits: int
+    emin: int
+    max: float
+
+    @property
+    def unit(self) -> float:
+        """Unit roundoff of round-to-nearest, ``2^-bits``."""
+        return 2.0**-self.bits
+
+    @property
+    def tiny(self) -> float:
+        """Smallest positive number (subnormal), ``2^(emin - bits + 1)``."""
+        return 2.0 ** (self.emin - self.bits + 1)
+
+
+FORMATS: dict[str, Format] = {
+    "fp16": Format("fp16", 11, -14, 65504.0),
+    "bf16": Format("bf16", 8, -126, (2 - 2.0**-7) * 2.0**127),
+    "tf32": Format("tf32", 11, -126, (2 - 2.0**-10) * 2.0**127),
+    "fp32": Format("fp32", 24, -126, (2 - 2.0**-23) * 2.0**127),
+    "fp64": Format("fp64", 53, -1022, torch.finfo(torch.float64).max),
+}
+
+_DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+
+
+def format_name(dtype: torch.dtype | str) -> str:
+    """'fp16', 'bf16', 'tf32', 'fp32' or 'fp64' of a torch dtype (or of such a name itself).
+
+    Raises:
+        ValueError: not a floating-point format this library computes in.
+    """
+    name = _DTYPE_NAMES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if name not in FORMATS:
+        raise ValueError(f"dtype {dtype} is none of {', '.join(FORMATS)}")
+    return name
+
+
+def quantise(t: Tensor, dtype: torch.dtype | str) -> Tensor:
+    """``t`` rounded to the nearest value of a format, as a tensor that the references take.
+
+    'tf32' rounds fp32 to 10 fraction bits, ties away from zero (PTX ``cvt.rna.tf32.f32``), and stays fp32.
+    """
+    name = format_name(dtype)
+    if name == "tf32":
+        bits = t.float().contiguous().view(torch.int32)
+        rounded = ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+        return torch.where(t.float().isfinite(), rounded, t.float())
+    return t.to({v: k for k, v in _DTYPE_NAMES.items()}[name])
+
+
+def largest_finite(t: Tensor) -> Tensor:
+    """The largest finite magnitude as a 0-d fp32 (of fp64: fp64) tensor; 0 where there is none."""
+    if t.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=t.device)
+    found = t.detach().abs().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).amax()
+    return found if t.dtype == torch.float64 else found.float()

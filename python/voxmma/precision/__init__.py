@@ -1,0 +1,1 @@
+"""Precision policies, their schedules, and torch's own precision switches."""

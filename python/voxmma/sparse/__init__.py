@@ -1,0 +1,1 @@
+"""Sparse tensors: coordinates, kernel maps, operations on sets of coordinates."""

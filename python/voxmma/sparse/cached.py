@@ -1,0 +1,119 @@
+"""Tensors that are made once and kept for whoever asks: any CUDA stream, any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+#: The handle of a device's current stream; only CUDA builds of torch have it.
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Made:
+    """Tensors of one device that were made together, on its current stream, and are kept for later readers.
+
+    `get()` and `use()` make the device's current stream wait for an event recorded behind the making, once
+    for each stream, and tell the allocator that this stream reads the memory: it is not given to others
+    before the reads are over, whoever lets go of the tensors. While a CUDA graph is captured the host waits
+    instead, since a graph cannot wait for what it did not capture; the tensors have to live as long as it is
+    replayed, like all inputs of a graph.
+
+    RuntimeError when made while a CUDA graph is captured: it would exist only after a replay.
+    """
+
+    __slots__ = ("_event", "_index", "_streams", "_version", "tensors", "what")
+
+    def __init__(self, tensors: Iterable[torch.Tensor], what: str) -> None:
+        self.tensors = tuple(tensors)
+        self.what = what
+        self._version: int | None = None  # unknown: made in a traced program
+        self._event: torch.cuda.Event | None = None
+        if torch.compiler.is_compiling() or not isinstance(self.tensors[0], torch.Tensor):
+            return  # a tree_map may put other things where the tensors were
+        self._version = _version(self.tensors)
+        device = self.tensors[0].device
+        if device.type == "cuda" and _raw_stream is not None:
+            refuse_capture(what, device)
+            self._index = device.index
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self._streams = {_raw_stream(device.index)}
+            self._event = event
+
+    def get(self) -> tuple[torch.Tensor, ...]:
+        """The tensors, for the current stream. RuntimeError when they have been written to."""
+        if not torch.compiler.is_compiling():
+            self.check()
+            self.use()
+        return self.tensors
+
+    def check(self) -> None:
+        """RuntimeError when torch has written into the tensors."""
+        if self.written:
+            raise RuntimeError(
+                f"{self.what} were written to, but everything on these voxels shares them: write into a copy "
+                "(.clone()) and make new voxels of it"
+            )
+
+    @property
+    def written(self) -> bool:
+        return self._version is not None and _version(self.tensors) != self._version
+
+    def use(self) -> None:
+        """Makes the device's current stream one that may read the tensors."""
+        # A stream that has waited, the maker's above all, costs one look into a set.
+        if self._event is not None and _raw_stream(self._index) not in self._streams:  # type: ignore[misc]
+            self._join(self._event)
+
+    def _join(self, event: torch.cuda.Event) -> None:
+        stream = torch.cuda.current_stream(self._index)
+        if _capturing(self._index):
+            from voxmma._extension import _C
+
+            _C.wait_for_event(event.cuda_event)
+            return
+        stream.wait_event(event)
+        for tensor in self.tensors:
+            tensor.record_stream(stream)
+        self._streams.add(stream.cuda_stream)  # last: another thread on this stream waits, too, until here
+
+
+def _version(tensors: Iterable[torch.Tensor]) -> int:
+    """Changes whenever torch writes into one of the tensors; not by .data, numpy or DLPack."""
+    return sum([0 if tensor.is_inference() else tensor._version for tensor in tensors])
+
+
+def _capturing(index: int) -> bool:
+    if torch._C._cuda_getDevice() == index:  # asked for every set and map that is made
+        return torch._C._cuda_isCurrentStreamCapturing()
+    with torch.cuda.device(index):
+        return torch._C._cuda_isCurrentStreamCapturing()
+
+
+def refuse_capture(what: str, device: torch.device) -> None:
+    """RuntimeError where work on a GPU is being captured into a CUDA graph."""
+    if device.type == "cuda" and _raw_stream is not None and _capturing(device.index):
+        raise RuntimeError(
+            f"{what} would be made for the first time while a CUDA graph is captured, and exist only after a "
+            "replay: run the layer once on these coordinates before the capture (and its backward, where "
+            "that is captured, too)"
+        )
+
+
+def new_lock() -> contextlib.AbstractContextManager[Any]:
+    """What a builder holds, so that the first of several threads builds and the others wait for it."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else threading.RLock()
+
+
+def keep(cache: dict[_K, _V], key: _K, value: _V, limit: int) -> _V:
+    """cache.setdefault(key, value) that drops the oldest beyond `limit` entries. The caller holds a lock."""
+    while len(cache) >= limit and key not in cache:
+        cache.pop(list(cache)[0], None)  # noqa: RUF015  a dead set's map may leave between iter() and next()
+    return cache.setdefault(key, value)

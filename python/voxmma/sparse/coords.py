@@ -1,0 +1,589 @@
+"""Coordinate sets: checked once, indexed once, shared by everything that lives on the same voxels."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from voxmma._dynamo import eager
+from voxmma._types import as_tensor, integer
+from voxmma.sparse.cached import Made, new_lock, refuse_capture
+
+if TYPE_CHECKING:
+    from voxmma.dispatch.calls import Repeat
+    from voxmma.sparse.maps import Geometry, MapCore
+
+COORD_BITS = 18
+COORD_MIN = -(1 << (COORD_BITS - 1))
+COORD_MAX = -COORD_MIN - 1
+BATCH_MAX = 1022
+_BATCH_BIAS = 512  # keeps the packed key of batch 0..1022 inside a signed 64-bit integer, in order
+_SHIFTS = (3 * COORD_BITS, 2 * COORD_BITS, COORD_BITS, 0)
+_INT32 = torch.iinfo(torch.int32)
+_KEPT = {"maps": 64, "derived": 64, "calls": 512}  # most entries of a set's caches; the oldest leaves
+
+
+def pack(coords: torch.Tensor) -> torch.Tensor:
+    """(N, 4) packable coordinates -> (N,) int64 keys whose order is that of (batch, x, y, z)."""
+    x, y, z = (pack_axis(coords[:, 1 + axis], axis) for axis in range(3))
+    return pack_batch(coords[:, 0]) + x + y + z
+
+
+def pack_batch(batch: torch.Tensor) -> torch.Tensor:
+    """What the batch column adds to a packed key. int64."""
+    return (batch.long() - _BATCH_BIAS) << _SHIFTS[0]
+
+
+def pack_axis(values: torch.Tensor, axis: int) -> torch.Tensor:
+    """What one spatial column (axis 0, 1, 2 = x, y, z) adds to a packed key. int64."""
+    return (values.long() - COORD_MIN) << _SHIFTS[1 + axis]
+
+
+def unpack(keys: torch.Tensor) -> torch.Tensor:
+    """(N,) packed keys -> (N, 4) int32 coordinates."""
+    mask = (1 << COORD_BITS) - 1
+    columns = [
+        (keys >> _SHIFTS[0]) + _BATCH_BIAS,
+        *(((keys >> shift) & mask) + COORD_MIN for shift in _SHIFTS[1:]),
+    ]
+    return torch.stack(columns, dim=1).int()
+
+
+Bounds = tuple[int, ...]
+"""smallest batch, x, y, z of a set, then the largest; or numbers beyond them"""
+
+
+class HashIndex(NamedTuple):
+    """GPU index of a coordinate set (csrc/include/voxmma/kernels.h)."""
+
+    order: torch.Tensor
+    """(N,) int32 rows along a Morton curve"""
+    bricks: torch.Tensor
+    """(slots, 4) int32 hash table of its 2x2x2 blocks"""
+
+
+@dataclass
+class _Index:
+    """What is derived from the coordinates alone, when first asked for. Shared by `Finer.get()`'s sets."""
+
+    counts: Made | None = None
+    ordered: Made | None = None
+    hashed: Made | None = None
+    segments: Made | None = None
+    bounds: Bounds | None = None
+    lock: AbstractContextManager[Any] = field(default_factory=new_lock)
+
+
+class Finer:
+    """The finer set that a set was made from, and how: what a transposed layer goes back to.
+
+    Holds the finer set's coordinates, index and map tensors, not the object, which holds the sets made from
+    it: a cycle would keep GPU memory until Python's garbage collector runs. When nothing else holds the finer
+    set any more, `get()` makes one of the same rows.
+
+    `given`: the coarser set was not made from the finer one but given to a layer on it as `coords`.
+    """
+
+    def __init__(
+        self, fine: CoordSet, geometry: Geometry, given: bool = False, ambiguous: bool = False
+    ) -> None:
+        self.geometry = geometry
+        self.given = given
+        self.ambiguous = ambiguous
+        """whether a layer on yet another set that is alive was given the coarser set, too"""
+        self.sides: dict[bool, Any] = {}
+        """tensors of the map between the two, shared with its MapCore"""
+        self._fine = weakref.ref(fine)
+        self._parts = (fine._made, fine.batch_size, fine._index, fine.finer)
+
+    def get(self) -> CoordSet:
+        """The finer set: the one it came from while that lives."""
+        fine = self._fine()
+        if fine is None:
+            made, batch_size, index, finer = self._parts
+            with index.lock:
+                fine = self._fine()
+                if fine is None:
+                    fine = CoordSet.__new__(CoordSet)
+                    fine._start(made, batch_size, index)
+                    fine.finer = finer
+                    self._fine = weakref.ref(fine)
+        return fine
+
+    @property
+    def kind(self) -> tuple[Geometry, bool, bool]:
+        """What a copy of the link is made with, beside a copy of the finer set."""
+        return self.geometry, self.given, self.ambiguous
+
+    def came_from(self, fine: CoordSet) -> bool:
+        return self._fine() is fine
+
+    @property
+    def alive(self) -> bool:
+        """Whether somebody holds the finer set."""
+        return self._fine() is not None
+
+
+class CoordSet:
+    """An immutable set of N voxel coordinates of `batch_size` samples.
+
+    Two coordinate sets are the same when they are the same object: kernel maps are cached on it, and every
+    `Voxels` derived from one input shares it. Row order is the caller's.
+
+    Args:
+        coords: (N, 4) int32 or int64 rows (batch, x, y, z), any strides, CPU or CUDA; copied. x, y, z lie in
+            -131072..131071 (18 bits an axis), batch in 0..1022. No row twice. N may be 0.
+        batch_size: number of samples, 0..1023; empty samples count. Default: largest batch index + 1 (0 when
+            N = 0).
+
+    Raises:
+        TypeError: `coords` is no tensor, or has a dtype other than int32 or int64; `batch_size` is no int.
+        ValueError: wrong shape or device, a coordinate out of range, a batch index that is negative or not
+            below `batch_size`, or a duplicate. The message names the argument and the offending row (both
+            rows for duplicates).
+
+    On a GPU construction reads a few numbers back to the host once (twice where the box around
+    them has more than 2^28 cells, 2^24 for fewer than 65,536 voxels); nothing later does.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_claim",
+        "_coords",
+        "_finer",
+        "_index",
+        "_made",
+        "_moved",
+        "_version",
+        "batch_size",
+        "calls",
+        "derived",
+        "maps",
+        "own",
+        "traced",
+    )
+
+    batch_size: int
+    maps: dict[tuple[Any, ...], MapCore]
+    """kernel maps built last, by kernel shape; one to another set leaves with it. See voxmma.kernel_map"""
+    own: dict[Geometry, MapCore]
+    """maps from the set to itself: torch.compile guards on keys, and these hold no id"""
+    traced: bool
+    """whether all its maps are inputs of a graph; see voxmma.export.mapped"""
+    calls: dict[tuple[Any, ...], Repeat]
+    """what was decided last for layers that ran on this set; see voxmma.dispatch.calls"""
+    derived: dict[tuple[Any, ...], CoordSet]
+    """output sets of strided and generative layers made last; see voxmma.sparse.derive"""
+
+    def __init__(self, coords: torch.Tensor, batch_size: int | None = None) -> None:
+        coords = as_tensor(coords, "coords")
+        check_columns(coords)
+        batch_size = check_batch_size(batch_size)
+        refuse_capture("a coordinate set", coords.device)
+        with torch.inference_mode(False), torch.no_grad():
+            self._start(_made(narrow(coords)), batch_size or 0)
+            if coords.is_cuda:
+                bad, duplicate, twin, largest_batch = self._index_cuda()
+            else:
+                bad, duplicate, twin, largest_batch = self._index_cpu()
+        if bad >= 0:
+            raise ValueError(explain_unpackable(bad, coords[bad].tolist()))
+        if duplicate >= 0:
+            raise ValueError(
+                f"coords rows {twin} and {duplicate} are the same voxel {tuple(coords[twin].tolist())}; "
+                "Voxels(..., duplicates='mean'|'sum'|'max'|'first') merges duplicates"
+            )
+        self.batch_size = resolve_batch_size(batch_size, largest_batch, self.coords[:, 0], "coords")
+
+    def _start(self, made: Made, batch_size: int, index: _Index | None = None) -> None:
+        self._made = made
+        self._coords = made.tensors[0]
+        self._version = made._version
+        self.batch_size = batch_size
+        self.maps = {}
+        self.own = {}
+        self.traced = False
+        self.derived = {}
+        self.calls = {}
+        self._finer: Finer | None = None
+        self._claim: tuple[torch.Tensor, Finer] | None = None
+        self._index = _Index() if index is None else index
+        self._moved: dict[torch.device | str, weakref.ref[CoordSet]] = {}
+
+    @classmethod
+    def trusted(cls, coords: torch.Tensor, batch_size: int, bounds: Bounds | None = None) -> CoordSet:
+        """A set of (N, 4) contiguous int32 `coords` known to be valid: nothing is checked or copied.
+
+        `bounds`, where they are known, save work when the set is indexed on a GPU.
+        """
+        made = cls.__new__(cls)
+        made._start(_made(coords), batch_size)
+        made._index.bounds = bounds
+        return made
+
+    # ---- indexing ------------------------------------------------------------------------------------------
+
+    def _index_cuda(self) -> tuple[int, int, int, int]:
+        from voxmma._extension import _C
+
+        order, bricks, (bad, duplicate, twin, *bounds) = _C.index_coords(self.coords)
+        self._set_hashed(order, bricks)
+        if self.num == 0:
+            return bad, duplicate, twin, -1
+        self._index.bounds = tuple(bounds)
+        return bad, duplicate, twin, bounds[4]
+
+    def _index_cpu(self) -> tuple[int, int, int, int]:
+        if self.num == 0:
+            return -1, -1, -1, -1
+        bad = first_unpackable(self.coords)
+        if bad >= 0:
+            return bad, -1, -1, -1
+        keys, order = self.sorted_keys()
+        repeated = torch.nonzero(keys[1:] == keys[:-1]).flatten() + 1
+        duplicate = twin = -1
+        if repeated.numel():
+            place = repeated[torch.argmin(order[repeated])]
+            duplicate = int(order[place])
+            twin = int(
+                order[torch.searchsorted(keys, keys[place])]
+            )  # stable sort: the first of the run is the winner
+        low, high = torch.aminmax(self.coords, dim=0)
+        bounds = (*low.tolist(), *high.tolist())
+        self._index.bounds = bounds
+        return -1, duplicate, twin, bounds[4]
+
+    def sorted_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Packed keys (N,) int64 in ascending order, by (batch, x, y, z), and the row of each, (N,) int64.
+
+        RuntimeError when they were written to.
+        """
+        keys, order = self._of_index("ordered", self._sort, _SORTED)
+        return keys, order
+
+    def _sort(self) -> tuple[torch.Tensor, ...]:
+        return torch.sort(pack(self.coords), stable=True)
+
+    def _of_index(
+        self, name: str, make: Callable[[], tuple[torch.Tensor, ...]], what: str
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors of a field of the index, made when there are none."""
+        made: Made | None = getattr(self._index, name)
+        if made is None:
+            if torch.compiler.is_compiling():  # a traced tensor is one of its graph
+                return make()
+            with self._index.lock, torch.inference_mode(False), torch.no_grad():
+                made = getattr(self._index, name)
+                if made is None:
+                    refuse_capture(what, self.device)
+                    made = Made(make(), what)
+                    setattr(self._index, name, made)
+        return made.get()
+
+    def _set_sorted(self, keys: torch.Tensor, order: torch.Tensor) -> None:
+        self._index.ordered = Made((keys, order), _SORTED)
+
+    def hash_index(self) -> HashIndex:
+        """The GPU index; RuntimeError where this build has no CUDA kernels, and when it was written to.
+
+        Never waits for the GPU.
+        """
+        return HashIndex(*self._of_index("hashed", self._hash, _HASHED))
+
+    def _hash(self) -> tuple[torch.Tensor, ...]:
+        from voxmma._extension import _C
+
+        return _C.index_coords(self.coords, self.bounds)[:2]  # not indexed at construction: known to be valid
+
+    def _set_hashed(self, order: torch.Tensor, bricks: torch.Tensor) -> None:
+        self._index.hashed = Made((order, bricks), _HASHED)
+
+    def lookup(self, coords: torch.Tensor) -> torch.Tensor:
+        """Rows (M,) int64 of any (M, 4) integers on the same device, -1 where the set has none.
+
+        Never waits for the GPU.
+        """
+        if self.num and kernels_take(coords):
+            from voxmma._extension import _C
+
+            return _C.lookup_rows(coords, *self.hash_index())
+        space, batch = coords[:, 1:], coords[:, 0]
+        packable = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)
+        keys = pack(torch.where(packable.unsqueeze(1), coords, 0))
+        return torch.where(packable, find_keys(keys, *self.sorted_keys()), -1)
+
+    # ---- facts ---------------------------------------------------------------------------------------------
+
+    @property
+    def coords(self) -> torch.Tensor:
+        """(N, 4) int32, contiguous; to be read only. RuntimeError once torch has written into it or a view.
+
+        (Writes through .data, numpy or DLPack go unseen. The maps and sets made before are then wrong.)
+        """
+        return self._made.get()[0]
+
+    def use(self, made: Made) -> None:
+        """What a repeated call does before it reads the map tensors `made`, at little cost."""
+        if self._coords._version != self._version:
+            self._made.check()
+        made.use()
+
+    @property
+    def finer(self) -> Finer | None:
+        """Where a strided layer made this set from, or was told to put its outputs for lack of such."""
+        if self._claim is not None:
+            self._prove()
+        return self._finer
+
+    @finer.setter
+    def finer(self, link: Finer | None) -> None:
+        self._finer = link
+
+    @eager
+    def _prove(self) -> None:
+        """Takes over the link of the coordinates that these were copied from, where they are the same."""
+        with self._index.lock:
+            if self._claim is None:
+                return
+            coords, link = self._claim
+            refuse_capture("the comparison of copied coordinates with their original", self.device)
+            if coords.shape == self._coords.shape and torch.equal(coords.to(self.device), self.coords):
+                fine = link.get()
+                self._finer = Finer(fine.to(self.device), *link.kind)
+            self._claim = None
+
+    def remember(self, fine: CoordSet, geometry: Geometry) -> None:
+        """Links this set, which a strided layer on `fine` was given as `coords`, to `fine`.
+
+        A set that was made by a strided layer stays linked to what it was made from; one that is linked to
+        another set that is alive is ambiguous from now on (`finer_set` refuses it).
+        """
+        link = self.finer
+        if link is None or (link.given and not link.came_from(fine)):
+            self._relink(fine, geometry)
+
+    @eager
+    def _relink(self, fine: CoordSet, geometry: Geometry) -> None:
+        made = Finer(fine, geometry, given=True)
+        with self._index.lock:
+            link = self._finer
+            if link is not None and (not link.given or link.came_from(fine)):
+                return
+            if link is not None and link.alive:
+                link.ambiguous = True
+            else:
+                self._finer = made
+
+    @property
+    def num(self) -> int:
+        """Number of voxels N."""
+        return self._coords.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self._coords.device
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """(batch_size,) int64 voxels of each sample on the set's device, zeros for empty samples; to be read
+        only. RuntimeError once it was written to."""
+        return self._of_index("counts", self._count, _COUNTS)[0]
+
+    def _count(self) -> tuple[torch.Tensor, ...]:
+        batch = self.coords[:, 0].long()
+        zeros = torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
+        return (zeros.index_add_(0, batch, torch.ones_like(batch)),)
+
+    @property
+    def bounds(self) -> Bounds:
+        """A box around the voxels: as small as it can be where that is known without waiting for a GPU."""
+        if self._index.bounds is None:
+            self._index.bounds = (0, *[COORD_MIN] * 3, max(self.batch_size - 1, 0), *[COORD_MAX] * 3)
+        return self._index.bounds
+
+    def equal(self, other: CoordSet) -> bool:
+        """True for the same set, and for one with the same rows in the same order and the same batch size."""
+        if self is other:
+            return True
+        same_place = (
+            self.device == other.device and self.batch_size == other.batch_size and self.num == other.num
+        )
+        return same_place and (self._coords is other._coords or torch.equal(self.coords, other.coords))
+
+    def __repr__(self) -> str:
+        facts = f"num={self.num}, batch_size={self.batch_size}, device='{self.device}', maps={len(self.maps)}"
+        return f"CoordSet({facts})"
+
+    # ---- copies --------------------------------------------------------------------------------------------
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> CoordSet:
+        """The same coordinates on `device`; itself when they are there, and the same copy while one lives.
+
+        `non_blocking` counts on the way to a GPU only: the host reads a set's coordinates unasked.
+        """
+        # resolves 'cuda' to the current device
+        target = torch.empty(0, device=device, dtype=torch.uint8).device
+        if target == self.device:
+            return self
+        later = non_blocking and target.type != "cpu"
+        return self._copied(
+            target, lambda t: t.to(target, non_blocking=later), lambda fine: fine.to(target, non_blocking)
+        )
+
+    def pin_memory(self) -> CoordSet:
+        """A page-locked copy, the same while it lives; itself when it is page-locked."""
+        if self._coords.is_pinned():
+            return self
+        return self._copied("pinned", torch.Tensor.pin_memory, CoordSet.pin_memory)
+
+    def _copied(
+        self,
+        place: torch.device | str,
+        copy: Callable[[torch.Tensor], torch.Tensor],
+        again: Callable[[CoordSet], CoordSet],
+    ) -> CoordSet:
+        """The copy at `place`, which remembers a copy of the finer set."""
+        with self._index.lock:
+            reference = self._moved.get(place)
+            made = reference() if reference is not None else None
+            if made is not None:
+                return made
+            target = place if isinstance(place, torch.device) else self.device
+            refuse_capture("a copy of a coordinate set", target)
+            with torch.inference_mode(False), torch.no_grad():
+                made = CoordSet.trusted(copy(self.coords), self.batch_size, self._index.bounds)
+            link = self.finer
+            if link is not None:
+                made.finer = Finer(again(link.get()), *link.kind)
+            self._moved[place] = weakref.ref(made)
+            if isinstance(place, torch.device):
+                made._moved[self.device] = weakref.ref(self)
+            return made
+
+    def same_as(self, coords: torch.Tensor) -> CoordSet:
+        """A set of `coords`, which a tree_map made of this one's: it is the same set where nothing was done.
+
+        It remembers the finer set if the coordinates turn out to be equal once that is asked for.
+        """
+        if coords is self._coords:
+            return self
+        made = CoordSet.trusted(coords, self.batch_size)
+        if self._claim is not None:
+            made._claim = self._claim
+        elif self._finer is not None:
+            made._claim = self._coords, self._finer
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.finer is None:
+            return CoordSet.trusted, (self.coords, self.batch_size, self._index.bounds)
+        link = self.finer
+        return _restore, (self.coords, self.batch_size, self._index.bounds, link.get(), *link.kind)
+
+    def __copy__(self) -> CoordSet:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CoordSet:
+        return self  # immutable
+
+
+def _restore(
+    coords: torch.Tensor, batch_size: int, bounds: Bounds | None, fine: CoordSet, *kind: Any
+) -> CoordSet:
+    """Unpickles a set that is linked to a finer one."""
+    made = CoordSet.trusted(coords, batch_size, bounds)
+    made.finer = Finer(fine, *kind)
+    return made
+
+
+_SORTED = "the sorted keys of a coordinate set"
+_HASHED = "the index tensors of a coordinate set"
+_COUNTS = "the voxel counts of a coordinate set"
+
+
+def _made(coords: torch.Tensor) -> Made:
+    """Coordinates as a set keeps them: tensors whose writes are counted, and which a backward can keep."""
+    if not torch.compiler.is_compiling() and isinstance(coords, torch.Tensor) and coords.is_inference():
+        with torch.inference_mode(False):
+            coords = coords.clone()
+    return Made((coords,), "the coordinates of a coordinate set")
+
+
+def kernels_take(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one for kernels: on a GPU, and with memory, as under torch.func none is."""
+    return tensor.is_cuda and not torch._C._are_functorch_transforms_active()
+
+
+def find_keys(keys: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Rows (M,) int64 of packed `keys` (M,) in a set with sorted keys `ordered` of rows `row`, or -1."""
+    if ordered.numel() == 0:
+        return torch.full_like(keys, -1)
+    place = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
+    return torch.where(ordered[place] == keys, row[place], -1)
+
+
+def check_columns(coords: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless `coords` is a (N, 4) int32 or int64 tensor on a CPU or a GPU."""
+    if not isinstance(coords, torch.Tensor):
+        raise TypeError(f"coords must be a tensor, got {type(coords).__name__}")
+    if coords.dtype not in (torch.int32, torch.int64):
+        hint = "; Voxels.from_points takes points" if coords.is_floating_point() else ""
+        raise TypeError(f"coords must be int32 or int64, got {coords.dtype}{hint}")
+    if coords.dim() != 2 or coords.shape[1] != 4:
+        raise ValueError(f"coords must be (N, 4) rows of batch, x, y, z, got shape {tuple(coords.shape)}")
+    if coords.shape[0] > _INT32.max:
+        raise ValueError(f"coords has {coords.shape[0]} rows, at most {_INT32.max} are possible")
+    if coords.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"coords must be on a CPU or a CUDA device, got {coords.device}")
+
+
+def check_batch_size(batch_size: int | None) -> int | None:
+    """`batch_size` as an int; TypeError or ValueError unless it is None or in 0..1023."""
+    if batch_size is None:
+        return None
+    made = integer(batch_size)
+    if made is None:
+        raise TypeError(f"batch_size must be an int or None, got {type(batch_size).__name__}")
+    if not 0 <= made <= BATCH_MAX + 1:
+        raise ValueError(f"batch_size must be in 0..{BATCH_MAX + 1}, got {batch_size}")
+    return made
+
+
+def resolve_batch_size(batch_size: int | None, largest: int, batch: torch.Tensor, name: str) -> int:
+    """`batch_size`, or largest + 1 when None. ValueError names the first row of `batch` (N,) above it."""
+    if batch_size is None:
+        return largest + 1
+    if largest >= batch_size:
+        row = int(torch.nonzero(batch >= batch_size)[0])
+        raise ValueError(f"{name} row {row} has batch index {int(batch[row])}, batch_size is {batch_size}")
+    return batch_size
+
+
+def first_unpackable(coords: torch.Tensor) -> int:
+    """Smallest row of (N, 4) integer coordinates outside the packable range, -1 when there is none."""
+    space, batch = coords[:, 1:], coords[:, 0]
+    bad = ((space < COORD_MIN) | (space > COORD_MAX)).any(1) | (batch < 0) | (batch > BATCH_MAX)
+    return int(torch.nonzero(bad)[0]) if bool(bad.any()) else -1
+
+
+def narrow(coords: torch.Tensor) -> torch.Tensor:
+    """A contiguous int32 copy of integer coordinates; what does not fit stays outside the packable range."""
+    if coords.dtype == torch.int64:
+        return coords.clamp(_INT32.min, _INT32.max).to(torch.int32, memory_format=torch.contiguous_format)
+    return coords.clone(memory_format=torch.contiguous_format)
+
+
+def explain_unpackable(row: int, values: list[int]) -> str:
+    """The message for a row outside the packable range."""
+    where = f"coords row {row} is {tuple(values)}"
+    if values[0] < 0:
+        return f"{where}: the batch index is negative"
+    if values[0] > BATCH_MAX:
+        return f"{where}: the batch index must be in 0..{BATCH_MAX}"
+    axis = next(axis for axis in range(3) if not COORD_MIN <= values[1 + axis] <= COORD_MAX)
+    return f"{where}: {'xyz'[axis]} must be in {COORD_MIN}..{COORD_MAX}"

@@ -1,0 +1,256 @@
+"""Output coordinates of strided, generative and transposed layers: sorted by (batch, x, y, z), the same on
+every device.
+
+Both rules are products of one rule an axis, so a voxel's candidates are the product of those along each axis.
+They become packed keys; repeats are dropped, on a CPU by sorting, on a GPU by a bitmap over the box that
+they can lie in (csrc/map/cells.cu), or by a hash table where that has more than 2^27 cells
+(csrc/map/derive.cu). One thing comes back to the host: how many there are. Work above `CHUNK` candidates is
+done in pieces, so that memory stays bounded by the result, one piece and the bitmap (48 MiB at most); with a
+hash table each piece reads its count back.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from voxmma._dynamo import eager
+from voxmma._types import positive
+from voxmma.sparse.cached import keep, refuse_capture
+from voxmma.sparse.coords import (
+    _KEPT,
+    COORD_MAX,
+    COORD_MIN,
+    Bounds,
+    CoordSet,
+    Finer,
+    pack_axis,
+    pack_batch,
+    unpack,
+)
+
+if TYPE_CHECKING:
+    from voxmma.sparse.maps import Geometry
+
+DEFAULT_MAX_VOXELS = 1 << 26
+CHUNK = 1 << 24  # candidates at a time: 128 MiB of keys, a few times that while they are sorted
+_NONE = torch.iinfo(torch.int64).max  # above every packed key: no candidate here
+_OUTSIDE = _NONE - 1  # a candidate whose coordinate cannot be packed
+
+#: An axis' candidates (N, m): coordinate, and which of them exist (None: all).
+_Axis = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def windows(fine: CoordSet, geometry: Geometry, max_voxels: int | None = None) -> CoordSet:
+    """The sites whose kernel window holds a voxel of `fine`: o * stride - padding + k * dilation for some k.
+
+    The grid has no borders, so these are the non-zero outputs of a dense convolution of ones on a grid with
+    enough zeros around the voxels. Made once for `fine` and a geometry. The result remembers `fine` where the
+    stride is not 1 (`CoordSet.finer`).
+
+    Raises ValueError before more than `max_voxels` (default 2^26) come into being, and for sites outside the
+    packable range.
+    """
+    return _cached(fine, geometry, False, max_voxels)
+
+
+def children(coarse: CoordSet, geometry: Geometry, max_voxels: int | None = None) -> CoordSet:
+    """The sites that the voxels of `coarse` reach: o * stride - padding + k * dilation for every k.
+
+    Made once for `coarse` and a geometry. Raises as `windows`.
+    """
+    return _cached(coarse, geometry, True, max_voxels)
+
+
+def _cached(source: CoordSet, geometry: Geometry, to_children: bool, max_voxels: int | None) -> CoordSet:
+    limit = check_max_voxels(max_voxels)
+    key = (geometry, to_children)
+    _ = source.coords  # still what the cached sets were made of?
+    made = source.derived.get(key)
+    if made is None or made._made.written:
+        made = _made_once(source, geometry, to_children, limit)
+    if made.num > limit:
+        raise _too_many(made.num, limit, source.num)
+    return made
+
+
+@eager
+def _made_once(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
+    key = (geometry, to_children)
+    with source._index.lock:
+        made = source.derived.get(key)
+        if made is None or made._made.written:
+            source.derived.pop(key, None)  # somebody wrote into its coordinates
+            made = _make(source, geometry, to_children, limit)
+            keep(source.derived, key, made, _KEPT["derived"])
+    return made
+
+
+def _make(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
+    if source.device.type == "cuda":
+        refuse_capture(f"the output coordinates of a layer ({_kernel(geometry)})", source.device)
+        made = _make_cuda(source, geometry, to_children, limit)
+    else:
+        with torch.inference_mode(False), torch.no_grad():
+            made = _make_cpu(source, geometry, to_children, limit)
+    if not to_children and geometry.stride != (1, 1, 1):
+        made.finer = Finer(source, geometry)
+    return made
+
+
+def check_max_voxels(max_voxels: int | None) -> int:
+    """The bound that `max_voxels` means; ValueError unless it is None or a positive int."""
+    if max_voxels is None:
+        return DEFAULT_MAX_VOXELS
+    return positive(max_voxels, "max_voxels")
+
+
+def _too_many(count: int, limit: int, source: int) -> ValueError:
+    return ValueError(
+        f"the layer makes {count:,} voxels or more out of {source:,}, max_voxels is {limit:,}: raise "
+        "max_voxels, or prune the voxels first"
+    )
+
+
+def _outside(geometry: Geometry) -> ValueError:
+    return ValueError(f"the layer ({_kernel(geometry)}) makes voxels outside {COORD_MIN}..{COORD_MAX}")
+
+
+def _kernel(geometry: Geometry) -> str:
+    size, stride, dilation, padding = geometry
+    return f"kernel_size {size}, stride {stride}, dilation {dilation}, padding {padding}"
+
+
+def _make_cuda(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
+    """The output set and its index."""
+    from voxmma._extension import _C
+
+    bounds = reach(source.bounds, geometry, to_children)
+    coords, order, bricks, count, outside = _C.derive_coords(
+        source.coords, *geometry, to_children, bounds, CHUNK, limit
+    )
+    if outside:
+        raise _outside(geometry)
+    if count > limit:
+        raise _too_many(count, limit, source.num)
+    made = CoordSet.trusted(coords, source.batch_size, bounds)
+    made._set_hashed(order, bricks)
+    return made
+
+
+def _make_cpu(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
+    keys = _expand(source, geometry, to_children, limit)
+    bounds = reach(source.bounds, geometry, to_children)
+    made = CoordSet.trusted(unpack(keys), source.batch_size, bounds)
+    made._set_sorted(keys, torch.arange(len(keys), device=keys.device))
+    return made
+
+
+def reach(bounds: Bounds, geometry: Geometry, to_children: bool) -> Bounds:
+    """Bounds of the packable sites that voxels within `bounds` lead to."""
+    low, high = [bounds[0]], [bounds[4]]
+    for axis, (size, stride, dilation, padding) in enumerate(zip(*geometry, strict=True)):
+        first, last = bounds[1 + axis], bounds[5 + axis]
+        span = (size - 1) * dilation
+        if to_children:
+            first, last = first * stride - padding, last * stride - padding + span
+        else:
+            first, last = -((span - padding - first) // stride), (last + padding) // stride
+        low.append(min(max(first, COORD_MIN), COORD_MAX))
+        high.append(max(min(last, COORD_MAX), low[-1]))
+    return (*low, *high)
+
+
+def _expand(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> torch.Tensor:
+    """Packed keys of the output set, ascending."""
+    slots = math.prod(_slots(geometry, axis, to_children) for axis in range(3))
+    rows = max(1, CHUNK // slots)
+    keys = torch.empty(0, dtype=torch.int64, device=source.device)
+    for begin in range(0, source.num, rows):
+        coords = source.coords[begin : begin + rows]
+        found, outside = _distinct(_candidates(coords, geometry, to_children))
+        if begin and not outside:
+            found, _ = _distinct(torch.cat([keys, found]))
+        if outside:
+            raise _outside(geometry)
+        keys = found
+        if len(keys) > limit:
+            raise _too_many(len(keys), limit, source.num)
+    return keys
+
+
+def _distinct(keys: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Ascending distinct keys without the two special ones, and whether `_OUTSIDE` was among them.
+
+    One read-back for both answers.
+    """
+    ordered = torch.sort(keys).values
+    first = ordered < _OUTSIDE
+    first[1:] &= ordered[1:] != ordered[:-1]
+    place = torch.cumsum(first, 0)
+    count, outside = torch.stack([place[-1], (ordered == _OUTSIDE).any().long()]).tolist()
+    found = torch.empty(count + 1, dtype=torch.int64, device=keys.device)  # the last takes what is dropped
+    found.scatter_(0, torch.where(first, place - 1, count), ordered)
+    return found[:count], bool(outside)
+
+
+def _candidates(coords: torch.Tensor, geometry: Geometry, to_children: bool) -> torch.Tensor:
+    """Packed keys of all candidates of (N, 4) coordinates, `_NONE` and `_OUTSIDE` where there is no key."""
+    shapes = ((-1, 1, 1), (1, -1, 1), (1, 1, -1))
+    key = pack_batch(coords[:, 0]).view(-1, 1, 1, 1)
+    exists: torch.Tensor | None = None
+    inside: torch.Tensor | None = None
+    for axis, shape in enumerate(shapes):
+        rule = _children_of if to_children else _windows_of
+        value, ok = rule(coords[:, 1 + axis].long().unsqueeze(1), geometry, axis)
+        full = (len(coords), *shape)
+        key = key + pack_axis(value, axis).view(full)
+        fits = ((value >= COORD_MIN) & (value <= COORD_MAX)).view(full)
+        inside = fits if inside is None else inside & fits
+        if ok is not None:
+            exists = ok.view(full) if exists is None else exists & ok.view(full)
+    assert inside is not None
+    key = torch.where(inside, key, _OUTSIDE)
+    if exists is not None:
+        key = torch.where(exists, key, _NONE)
+    return key.flatten()
+
+
+def _slots(geometry: Geometry, axis: int, to_children: bool) -> int:
+    """Most candidates a voxel has along an axis."""
+    size = geometry.kernel_size[axis]
+    return size if to_children else -(-size // _period(geometry, axis))
+
+
+def _period(geometry: Geometry, axis: int) -> int:
+    """Kernel positions along an axis after which the same sites of the stride's grid are met again."""
+    stride = geometry.stride[axis]
+    return stride // math.gcd(stride, geometry.dilation[axis])
+
+
+def _children_of(column: torch.Tensor, geometry: Geometry, axis: int) -> _Axis:
+    """(N, 1) coordinates -> coordinate * stride - padding + k * dilation, (N, kernel_size)."""
+    k = torch.arange(geometry.kernel_size[axis], device=column.device)
+    return column * geometry.stride[axis] + (k * geometry.dilation[axis] - geometry.padding[axis]), None
+
+
+def _windows_of(column: torch.Tensor, geometry: Geometry, axis: int) -> _Axis:
+    """(N, 1) coordinates -> (coordinate + padding - k * dilation) / stride for the k where that is whole.
+
+    With g = gcd(stride, dilation) there is such a k only if g divides q = coordinate + padding, and then they
+    are those of one residue modulo stride / g: one candidate in every stretch of that many k.
+    """
+    size, stride, dilation = geometry.kernel_size[axis], geometry.stride[axis], geometry.dilation[axis]
+    period = _period(geometry, axis)
+    shared = stride // period
+    inverse = pow(dilation // shared, -1, period) if period > 1 else 0
+    q = column + geometry.padding[axis]
+    residue = torch.div(q, shared, rounding_mode="floor") * inverse % period
+    k = residue + torch.arange(0, size, period, device=column.device)
+    ok = k < size if size % period else None
+    if shared > 1:
+        whole = (q % shared == 0).expand_as(k)
+        ok = whole if ok is None else ok & whole
+    return torch.div(q - k * dilation, stride, rounding_mode="floor"), ok

@@ -1,0 +1,1 @@
+"""The `voxmma` command and what is behind it; needs voxmma[cli]."""

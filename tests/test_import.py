@@ -1,0 +1,84 @@
+"""`import voxmma` in a process of its own: what it brings along, and what loads when it is touched."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+HEAVY = ("torch._dynamo", "matplotlib", "pydantic", "rich", "typer", "yaml")
+PUBLIC = ("accuracy", "convert", "export", "gate", "nn", "policy", "schedule", "settings", "shadow")
+
+
+def clean(code: str) -> Any:
+    """What `code` puts into `found`, run after torch is imported."""
+    lines = ("import json, sys, time, torch", "before = set(sys.modules)", code, "print(json.dumps(found))")
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_brings_nothing_heavy() -> None:
+    found = clean(
+        f"import voxmma; found = [n for n in {HEAVY!r} if n in sys.modules and n not in before]\n"
+        "late = ('voxmma.tools', 'voxmma.tuning', 'voxmma.export', 'voxmma.precision.policy')\n"
+        "found += [n for n in sys.modules if n.startswith(late)]"
+    )
+    assert found == []
+
+
+def test_a_layer_runs_without_anything_heavy() -> None:
+    """Nor does an eager call of a layer: the seconds of torch._dynamo would fall into its first step."""
+    found = clean(
+        "import voxmma\n"
+        "coords = torch.randint(0, 9, (50, 3)).unique(dim=0)\n"
+        "coords = torch.cat([coords.new_zeros(len(coords), 1), coords], 1).int()\n"
+        "x = voxmma.Voxels(coords, torch.randn(len(coords), 4))\n"
+        "down = voxmma.nn.SparseConv3d(4, 4, 2, stride=2)(voxmma.nn.SparseConv3d(4, 4, 3)(x))\n"
+        "voxmma.nn.GlobalAvgPool()(down).sum().backward()\n"
+        f"found = [n for n in {HEAVY!r} if n in sys.modules and n not in before]"
+    )
+    assert found == []
+
+
+def test_public_names_are_attributes() -> None:
+    found = clean(
+        f"import voxmma; names = [*voxmma.__all__, *{PUBLIC!r}]\n"
+        "found = [n for n in names if n not in dir(voxmma) or getattr(voxmma, n, None) is None]\n"
+        "assert callable(voxmma.tune) and callable(voxmma.policy.apply_policy)\n"
+        "found += [n for n in voxmma.nn.__all__ if not hasattr(voxmma.nn, n)]\n"
+        "from voxmma.nn.modules.sparse_conv import SparseConv3d\n"
+        "from voxmma.nn.functional.sparse_conv import spatially_sparse_conv"
+    )
+    assert found == []
+
+
+def test_a_name_that_is_not_there() -> None:
+    assert clean("import voxmma; found = hasattr(voxmma, 'nothing_of_the_kind')") is False
+
+
+def test_decorators_do_what_torch_compiler_does() -> None:
+    """voxmma._dynamo sets the attributes that torch's decorators set, without torch._dynamo."""
+    found = clean(
+        "from voxmma._dynamo import constant_result, eager\n"
+        "def one(): pass\n"
+        "def other(): pass\n"
+        "constant_result(one); lean = 'torch._dynamo' not in sys.modules or 'torch._dynamo' in before\n"
+        "torch.compiler.assume_constant_result(other)\n"
+        "def count(x): return x + 1\n"
+        "ours, theirs = vars(eager(count)), vars(torch.compiler.disable(count))\n"
+        "found = [lean, sorted(vars(one)) == sorted(vars(other)), ours['_torchdynamo_disable'] is True,\n"
+        "         theirs['_torchdynamo_disable'] is True]"
+    )
+    assert found == [True, True, True, True]
+
+
+def test_the_command_names_the_extra_it_needs() -> None:
+    found = clean(
+        "sys.modules['typer'] = None\n"
+        "from voxmma.__main__ import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as exit:\n    found = exit.code"
+    )
+    assert "typer" in found and "pip install 'voxmma[cli]'" in found

@@ -1,5 +1,5 @@
 // The one file that knows both torch and the kernel library: dispatcher ops with autograd and autocast, their CUDA
-// implementation, and the pybind functions of voxmma._C. CPU implementations and fakes are in python/voxmma/ops/cpu.py.
+// implementation, and the pybind functions of voxmma._C. CPU implementations and fakes are in python/voxmma/ops.
 //
 // No ATen/cuda header is included (they ask for cuBLAS and cuSPARSE headers): the current stream comes through c10's
 // virtual device guard, so the same file compiles against CUDA and CPU-only builds of torch. Without VOXMMA_WITH_CUDA

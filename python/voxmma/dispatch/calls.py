@@ -111,9 +111,9 @@ class Repeat:
     runtime: settings.Settings
     environment: settings.Settings
     gate: str | None
-    """gate.stamp() of the decision; None where the gate has no say"""
+    """validation.stamp() of the decision; None where no validation record can decide it"""
     tuned: int
-    """tunecache.generation() of the decision"""
+    """measurements.generation() of the decision"""
     op: Callable[..., Tensor]
     operands: tuple[Any, ...]
     """the op's arguments from `map` on"""
@@ -247,8 +247,6 @@ def convolve(
         runtime, environment, tuned = before
         evidence = None
         if asks_gate(compute_dtype, requested, feats.device, settings.get_pools(compute_dtype)):
-            from voxmma.dispatch import validation
-
             evidence = validation.stamp()
         prepared = None if scaled else _C.PreparedConv(*operands)
         cast = None if feats.dtype == compute_dtype else compute_dtype

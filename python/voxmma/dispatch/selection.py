@@ -27,7 +27,7 @@ import torch
 from voxmma._dynamo import constant_result, eager
 from voxmma._extension import _C
 from voxmma._types import DTYPE_NAMES
-from voxmma.dispatch import measurements, settings
+from voxmma.dispatch import measurements, settings, validation
 from voxmma.dispatch.settings import DEFAULT_POOLS, AlgoMode, Limits, Pools
 from voxmma.ops.kernels import (
     _3XTF32_MIN_CHANNELS,
@@ -134,8 +134,7 @@ def select_tile(
         fp32_precision: for fp32 inputs: 'ieee' never takes a single-pass TF32 tile, 'tf32' takes one where
             there is one.
         volume: offsets of the kernel; measurements (voxmma.dispatch.measurements) are asked where it is
-        given, `target`
-            is a device and `mode` a word.
+            given, `target` is a device and `mode` a word.
         limits: of a device, as settings.get_limits() gives them; None asks it.
 
     Raises RuntimeError naming what is missing when this build has no kernel for the call.
@@ -280,8 +279,6 @@ def _decide(
     """`plan_call`, by what is on record now."""
     evidence = ""
     if asks_gate(dtype, requested, target, pools):
-        from voxmma.dispatch import validation
-
         evidence = validation.stamp()
     tuned = measurements.stamp(target) if volume else 0
     shape = (c_in, c_out, groups, target)
@@ -330,9 +327,9 @@ def _plan_call(
     volume: int,
     tuned: int,
 ) -> Plan:
-    """`evidence`: the state of the gate's records, gate.stamp(), so that new verdicts are seen; '' = none.
+    """`evidence`: validation.stamp(), so that new verdicts are seen; '' = none.
 
-    `tuned`: the same of the measurements, tunecache.stamp().
+    `tuned`: the same of the measurements, measurements.stamp().
     """
     fwd_mode, dgrad_mode, wgrad_mode, small_ch_ceil, fp32_precision, limits = pools
     on_cpu = isinstance(target, torch.device) and target.type == "cpu"
@@ -368,8 +365,6 @@ def _plan_call(
         if automatic and not (evidence and isinstance(target, torch.device)):
             return "no measurement on record for this device"
         if evidence and isinstance(target, torch.device):
-            from voxmma.dispatch import validation
-
             for name in chosen:
                 verdict = validation.on_record(name, target)
                 if not (verdict.allowed if automatic else verdict.runs_on_request):

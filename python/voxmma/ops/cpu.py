@@ -1,4 +1,4 @@
-"""The dispatcher ops of ``torch.ops.voxmma``: CPU implementations and fake kernels.
+"""The dispatcher ops of ``torch.ops.voxmma``: CPU implementations (fakes: voxmma.ops.fake).
 
 Schemas, autograd, autocast and the CUDA implementation are in csrc/binding.cpp; importing this module loads
 them. ``conv`` and ``conv_wgrad`` differentiate into each other, and so do the pooling ops among themselves,

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from voxmma._extension import _C
+
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -75,8 +77,6 @@ class Made:
     def _join(self, event: torch.cuda.Event) -> None:
         stream = torch.cuda.current_stream(self._index)
         if _capturing(self._index):
-            from voxmma._extension import _C
-
             _C.wait_for_event(event.cuda_event)
             return
         stream.wait_event(event)

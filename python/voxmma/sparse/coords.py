@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from voxmma._dynamo import eager
+from voxmma._extension import _C
 from voxmma._types import as_tensor, integer
 from voxmma.sparse.cached import Made, new_lock, refuse_capture
 
@@ -229,8 +230,6 @@ class CoordSet:
     # ---- indexing ------------------------------------------------------------------------------------------
 
     def _index_cuda(self) -> tuple[int, int, int, int]:
-        from voxmma._extension import _C
-
         order, bricks, (bad, duplicate, twin, *bounds) = _C.index_coords(self.coords)
         self._set_hashed(order, bricks)
         if self.num == 0:
@@ -296,8 +295,6 @@ class CoordSet:
         return HashIndex(*self._of_index("hashed", self._hash, _HASHED))
 
     def _hash(self) -> tuple[torch.Tensor, ...]:
-        from voxmma._extension import _C
-
         return _C.index_coords(self.coords, self.bounds)[:2]  # not indexed at construction: known to be valid
 
     def _set_hashed(self, order: torch.Tensor, bricks: torch.Tensor) -> None:
@@ -309,8 +306,6 @@ class CoordSet:
         Never waits for the GPU.
         """
         if self.num and kernels_take(coords):
-            from voxmma._extension import _C
-
             return _C.lookup_rows(coords, *self.hash_index())
         space, batch = coords[:, 1:], coords[:, 0]
         packable = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from voxmma._dynamo import eager
+from voxmma._extension import _C
 from voxmma._types import positive
 from voxmma.sparse.cached import keep, refuse_capture
 from voxmma.sparse.coords import (
@@ -125,8 +126,6 @@ def _kernel(geometry: Geometry) -> str:
 
 def _make_cuda(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
     """The output set and its index."""
-    from voxmma._extension import _C
-
     bounds = reach(source.bounds, geometry, to_children)
     coords, order, bricks, count, outside = _C.derive_coords(
         source.coords, *geometry, to_children, bounds, CHUNK, limit

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from voxmma._extension import _C
+
 
 class Interpolate(Function):
     """(M, C): y[i] = sum over k of weights[i, k] * feats[rows[i, k]] for feats (N, C), serially in k.
@@ -17,8 +19,6 @@ class Interpolate(Function):
 
     @staticmethod
     def forward(feats: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        from voxmma._extension import _C
-
         return _C.gather_weighted(feats, rows, weights)
 
     @staticmethod
@@ -44,8 +44,6 @@ class Spread(Function):
 
     @staticmethod
     def forward(dy: Tensor, rows: Tensor, weights: Tensor, num: int) -> Tensor:
-        from voxmma._extension import _C
-
         keys, entries = torch.sort(rows.flatten(), stable=True)  # those of no row come first
         starts = torch.searchsorted(keys, torch.arange(num + 1, dtype=torch.int32, device=rows.device))
         return _C.scatter_weighted(dy, entries, starts, weights)

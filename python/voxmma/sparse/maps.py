@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from voxmma._dynamo import eager
+from voxmma._extension import _C
 from voxmma._types import Triple, triple
 from voxmma.sparse.cached import Made, keep, new_lock, refuse_capture
 from voxmma.sparse.coords import _KEPT, COORD_MAX, COORD_MIN, CoordSet, pack_axis, pack_batch
@@ -643,8 +644,6 @@ def padding_triple(padding: int | Sequence[int] | None, size: Triple, dilation: 
 def neighbor_table(tensors: list[torch.Tensor], kernel_volume: int, n_out: int) -> torch.Tensor:
     """KernelMap.neighbor_table() from the tensors of a map. Does not wait for a GPU."""
     if tensors[0].is_cuda:
-        from voxmma._extension import _C
-
         return _C.plan_to_table(tensors, n_out)
     in_rows, out_rows, kptr, _ = tensors
     table = torch.full((kernel_volume, n_out), -1, dtype=torch.int32, device=in_rows.device)
@@ -672,8 +671,6 @@ def _plan_rule(geometry: Geometry, reverse: bool) -> tuple[Any, ...]:
 
 def _build_cuda(in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, reverse: bool) -> Direction:
     """The tile plan; symmetry saves nothing there."""
-    from voxmma._extension import _C
-
     in_order, bricks = in_coords.hash_index()
     out_order = out_coords.hash_index().order
     *tensors, stats, pairs = _C.build_plan(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from voxmma._dynamo import eager
+from voxmma._extension import _C
 from voxmma._types import as_tensor, real_numbers
 from voxmma.sparse.coords import (
     BATCH_MAX,
@@ -330,8 +331,6 @@ class _Runs:
 @eager
 def _group(cells: torch.Tensor) -> _Runs:
     """Two read-backs: extents and bad rows; how many voxels, and rows of the most frequent one."""
-    from voxmma._extension import _C
-
     coords, order, start, run_of, (bad, longest, *bounds) = _C.group_cells(cells)
     return _Runs(coords, order, start, run_of, bad, longest, tuple(bounds))
 
@@ -344,8 +343,6 @@ def _cells_cuda(
     origin: Sequence[Number],
 ) -> torch.Tensor:
     """(N, 4) int32 cells; not packable where points or samples are out of range."""
-    from voxmma._extension import _C
-
     shift, edge = grid_of(voxel_size, origin)
     return _C.cells_of_points(points.detach(), batch.contiguous(), shift, edge)
 
@@ -365,8 +362,6 @@ class _RunSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, feats: torch.Tensor, runs: _Runs, mean: bool, wide: bool) -> torch.Tensor:
-        from voxmma._extension import _C
-
         ctx.runs, ctx.mean, ctx.dtype = runs, mean, feats.dtype
         return _C.merge_runs(feats, runs.order, runs.start, runs.longest, mean, wide)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from voxmma._dynamo import eager
+from voxmma._extension import _C
 from voxmma._types import as_tensor
 from voxmma.sparse.coords import COORD_MAX, kernels_take
 from voxmma.sparse.interpolate import Interpolate
@@ -140,8 +141,6 @@ def _locate(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Rows of x around each point and their weights, with one read-back; None where a point is not finite or
     of a sample that is not there."""
-    from voxmma._extension import _C
-
     wide = x.dtype == torch.float64
     rows, weights, valid = _C.locate_points(
         points, batch, x.batch_size, *grid, x.stride, trilinear, *x.coord_set.hash_index(), wide

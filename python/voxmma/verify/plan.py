@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from voxmma._extension import _C
-from voxmma.dispatch import observers
+from voxmma.dispatch import observers, validation
 from voxmma.dispatch.calls import convolve
 from voxmma.dispatch.record import Record
 from voxmma.ops.kernels import CHUNKS, parse_accumulator
@@ -81,8 +81,6 @@ def weights_hash(layers: Mapping[str, Any]) -> str:
 def identity(layers: Mapping[str, Any], device: torch.device) -> dict[str, str]:
     """The weights, device, driver and build that a plan is bound to; 'unknown' never equals anything."""
     if device.type == "cuda":
-        from voxmma.dispatch import validation  # brings the command line's packages along
-
         owner = validation.identity(device) or {
             "device": "unknown",
             "driver": "unknown",

@@ -22,6 +22,7 @@ from voxmma.export import artefact as artefact_module
 from voxmma.export import frozen, mapped
 from voxmma.export.artefact import compile_model, load
 from voxmma.export.frozen import ArtefactError
+from voxmma.ops.formats import round_tf32
 from voxmma.precision.policy import ComputeSpec, PolicyError, Precision, PrecisionPolicy
 from voxmma.tools import compile as export
 from voxmma.tools.speedbench import SparseUNet
@@ -81,18 +82,18 @@ def error(found: torch.Tensor, model: nn.Module, x: torch.Tensor) -> float:
 @given(st.floats(-(2.0**120), 2.0**120, width=32, allow_subnormal=False))
 def test_rounding_to_tf32(value: float) -> None:
     x = torch.tensor([value])
-    rounded = frozen.round_tf32(x)
+    rounded = round_tf32(x)
     assert int(rounded.view(torch.int32)) & 0x1FFF == 0
     assert abs(float(rounded) - value) <= 2.0**-11 * abs(value)
-    assert torch.equal(frozen.round_tf32(rounded), rounded)
-    assert torch.equal(frozen.round_tf32(-x), -rounded)
+    assert torch.equal(round_tf32(rounded), rounded)
+    assert torch.equal(round_tf32(-x), -rounded)
 
 
 def test_rounding_to_tf32_at_the_edges() -> None:
     tie = torch.tensor([1.0 + 2.0**-11, 1.0 + 2.0**-11 - 2.0**-23])
-    assert frozen.round_tf32(tie).tolist() == [1.0 + 2.0**-10, 1.0]
+    assert round_tf32(tie).tolist() == [1.0 + 2.0**-10, 1.0]
     odd = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
-    assert torch.equal(frozen.round_tf32(odd).nan_to_num(7.0), odd.nan_to_num(7.0))
+    assert torch.equal(round_tf32(odd).nan_to_num(7.0), odd.nan_to_num(7.0))
 
 
 def test_frozen_operators_obey_the_dispatcher() -> None:
@@ -111,7 +112,7 @@ def test_frozen_operators_obey_the_dispatcher() -> None:
     with pytest.raises(ValueError, match="fp32_precision"):
         ops.frozen_matmul(a, b.t(), "bf16")
     assert torch.equal(ops.frozen_matmul(a, b.t(), "ieee"), a @ b.t())
-    assert torch.equal(ops.frozen_matmul(a, b.t(), "tf32"), frozen.round_tf32(a) @ frozen.round_tf32(b.t()))
+    assert torch.equal(ops.frozen_matmul(a, b.t(), "tf32"), round_tf32(a) @ frozen.round_tf32(b.t()))
 
 
 @pytest.mark.parametrize(

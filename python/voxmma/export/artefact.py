@@ -50,8 +50,9 @@ from voxmma.dispatch.selection import plan_call
 from voxmma.export import aot, archive
 from voxmma.export.frozen import ArtefactError, _freeze
 from voxmma.export.mapped import Layout, MappedVoxels, variable_sizes, with_maps
+from voxmma.nn.modules.sparse_conv import SparseConv3d
 from voxmma.precision import policy_graph
-from voxmma.precision.operators import OpKind, is_sparse_conv, kind_of
+from voxmma.precision.operators import OpKind, kind_of
 from voxmma.precision.policy import (
     Precision,
     PrecisionPolicy,
@@ -61,6 +62,7 @@ from voxmma.precision.policy import (
 )
 from voxmma.sparse.derive import DEFAULT_MAX_VOXELS
 from voxmma.sparse.tensor import Voxels
+from voxmma.verify import accuracy
 
 __all__ = ["Artefact", "ArtefactError", "Check", "compile_model", "load"]
 
@@ -157,13 +159,6 @@ class _Perturbed(fx.Interpreter):
         return getattr(self, n.op)(target, args, kwargs)
 
 
-def _rel_l2(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    difference = math.sqrt(
-        sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, wanted, strict=True))
-    )
-    return difference / max(math.sqrt(sum(float(b.double().square().sum()) for b in wanted)), 1e-300)
-
-
 def _floats(value: Any) -> list[Tensor]:
     return [t for t in tree_flatten(value)[0] if isinstance(t, Tensor) and t.is_floating_point()]
 
@@ -249,7 +244,7 @@ class Artefact:
     def check(self) -> Check:
         """Runs the stored example and compares it with the stored float64 result."""
         inputs, wanted = self._example
-        return Check(_rel_l2(_floats(self._flat(*inputs)), wanted), self.metadata["tolerance"])
+        return Check(accuracy.rel_l2(_floats(self._flat(*inputs)), wanted), self.metadata["tolerance"])
 
     def save(self, path: str | Path) -> None:
         """Writes the artefact (a torch.export archive)."""
@@ -451,7 +446,9 @@ def compile_model(
     module = copy.deepcopy(module).eval().requires_grad_(False)
     for name, layer in module.named_modules():
         refuse_narrow_state(name, layer, policy)
-        if is_sparse_conv(layer):  # traced in float32 like the rest; the graph pass puts the policy on them
+        if isinstance(
+            layer, SparseConv3d
+        ):  # traced in float32 like the rest; the graph pass puts the policy on them
             set_sparse_layer(layer, PrecisionPolicy.always_f32)
     precision = "tf32" if policy.tf32 else "ieee"
     hold = torchflags.Hold()
@@ -468,7 +465,8 @@ def compile_model(
             double = list(map(_double, flat))
             exact = _floats(_Perturbed(new, 0, 0.0).run(*double))
             spread = max(
-                _rel_l2(_floats(_Perturbed(new, seed, 1.0).run(*double)), exact) for seed in range(1, 4)
+                accuracy.rel_l2(_floats(_Perturbed(new, seed, 1.0).run(*double)), exact)
+                for seed in range(1, 4)
             )
     finally:
         hold.release()

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from voxmma import torchflags
+from voxmma.ops.formats import round_tf32
 from voxmma.precision import policy_graph
 from voxmma.precision.operators import OpKind, kind_of
 
@@ -20,11 +21,6 @@ class ArtefactError(RuntimeError):
 
 # ---------------------------------------------------------------- products with their precision as an
 # attribute
-def round_tf32(x: Tensor) -> Tensor:
-    """float32 values rounded to 10 mantissa bits, to nearest, ties away from zero (as cvt.rna does)."""
-    bits = x.contiguous().view(torch.int32)
-    rounded = ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
-    return torch.where(torch.isfinite(x), rounded, x)
 
 
 #: Sums of 16-bit products in float32; for the choice of algorithms PyTorch's defaults, and none by time.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from voxmma._types import DTYPE_NAMES
+
 # ---- formats and architectures ------------------------------------------------------------------------
 
 
@@ -41,13 +43,6 @@ FORMATS: dict[str, Format] = {
     "fp64": Format("fp64", 53, -1022, torch.finfo(torch.float64).max),
 }
 
-_DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-}
-
 
 def format_name(dtype: torch.dtype | str) -> str:
     """'fp16', 'bf16', 'tf32', 'fp32' or 'fp64' of a torch dtype (or of such a name itself).
@@ -55,23 +50,28 @@ def format_name(dtype: torch.dtype | str) -> str:
     Raises:
         ValueError: not a floating-point format this library computes in.
     """
-    name = _DTYPE_NAMES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
+    name = DTYPE_NAMES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name not in FORMATS:
         raise ValueError(f"dtype {dtype} is none of {', '.join(FORMATS)}")
     return name
 
 
+def round_tf32(x: Tensor) -> Tensor:
+    """fp32 rounded to 10 fraction bits, to nearest, ties away from zero (PTX ``cvt.rna.tf32.f32``)."""
+    bits = x.contiguous().view(torch.int32)
+    rounded = ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+    return torch.where(torch.isfinite(x), rounded, x)
+
+
 def quantise(t: Tensor, dtype: torch.dtype | str) -> Tensor:
     """``t`` rounded to the nearest value of a format, as a tensor that the references take.
 
-    'tf32' rounds fp32 to 10 fraction bits, ties away from zero (PTX ``cvt.rna.tf32.f32``), and stays fp32.
+    'tf32' rounds as `round_tf32` and stays fp32.
     """
     name = format_name(dtype)
     if name == "tf32":
-        bits = t.float().contiguous().view(torch.int32)
-        rounded = ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
-        return torch.where(t.float().isfinite(), rounded, t.float())
-    return t.to({v: k for k, v in _DTYPE_NAMES.items()}[name])
+        return round_tf32(t.float())
+    return t.to({v: k for k, v in DTYPE_NAMES.items()}[name])
 
 
 def largest_finite(t: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from voxmma.nn.modules.sparse_conv import SparseConv3d
+
 
 class OpKind(str, Enum):
     """What an operation does to numbers."""
@@ -168,11 +170,6 @@ _MODULES: tuple[tuple[OpKind, tuple[type[nn.Module], ...]], ...] = (
 )
 
 
-def is_sparse_conv(module: nn.Module) -> bool:
-    """A sparse convolution layer, by the attributes a policy sets on it."""
-    return all(hasattr(module, name) for name in ("use_fp16_accum", "accumulator", "compute_dtype", "weight"))
-
-
 @functools.lru_cache(maxsize=4096)
 def _op_name(target: Any) -> str | None:
     """The bare name of a PyTorch function or method ('add' for Tensor.__iadd__), None if it is foreign."""
@@ -206,7 +203,7 @@ def kind_of(target: Any) -> OpKind | None:
     An unknown kind is treated as float32 everywhere (`PrecisionPolicy.precision_for` of None is F32).
     """
     if isinstance(target, nn.Module):
-        if is_sparse_conv(target):
+        if isinstance(target, SparseConv3d):
             return OpKind.Compute
         return next((kind for kind, classes in _MODULES if isinstance(target, classes)), None)
     return _KIND_BY_NAME.get(_op_name(target) or "")

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_map
 from voxmma import torchflags
 from voxmma.dispatch import settings
 from voxmma.dispatch.calls import fp16_accum_flag
+from voxmma.nn.modules.sparse_conv import SparseConv3d
 from voxmma.precision.operators import (
     _CAST_RESULT,
     _F32_INSIDE,
@@ -48,7 +49,6 @@ from voxmma.precision.operators import (
     OpKind,
     _op_name,
     _writes_first,
-    is_sparse_conv,
     kind_of,
 )
 
@@ -870,7 +870,7 @@ def applied(module: nn.Module) -> AppliedPolicy | None:
         handle._undo.callback(on_module.remove, part)
         handle._counters.append(on_module)
     for part in module.modules():
-        if is_sparse_conv(part):
+        if isinstance(part, SparseConv3d):
             handle._undo.callback(_reset_sparse_layer, part)
     return handle
 
@@ -938,7 +938,7 @@ def apply_policy(
             if kind is None and any(True for _ in part.children()):
                 continue
             note = "" if kind is not None else "unknown class: its functions decide, unknown ones run in f32"
-            if is_sparse_conv(part):
+            if isinstance(part, SparseConv3d):
                 note = set_sparse_layer(part, own, applied._undo)
             precision = own.precision_for(kind).value
             if kind is OpKind.Reduction and own.precision_for(kind).is_half:

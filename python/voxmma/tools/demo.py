@@ -13,7 +13,6 @@ layer's.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,12 +109,6 @@ def _gradients(stack: Stack, x: voxmma.Voxels, dy: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(y.feats, [feats, *stack.parameters()], dy))
 
 
-def _joint_rel_l2(got: list[Tensor], reference: list[Tensor]) -> float:
-    """Relative L2 error of a list of tensors taken as one vector."""
-    difference = sum(float((a.double() - b).square().sum()) for a, b in zip(got, reference, strict=True))
-    return math.sqrt(difference / sum(float(b.square().sum()) for b in reference))
-
-
 def _layer_error(call: Call) -> dict[str, Any]:
     """One layer against fp64 on the operands it was given, and what ran."""
     layer, record = call.layer, voxmma.explain(call.made)
@@ -191,7 +184,7 @@ def _run_mode(
         gradients = _gradients(stack, given, dy)
         both = seconds(lambda: _gradients(stack, given, dy), device, repeats)
         row["backward_ms"] = max(both - forward, 0.0) * 1e3
-        row["grad_rel_l2"] = _joint_rel_l2(gradients, _gradients(exact, wide, dy.double()))
+        row["grad_rel_l2"] = accuracy.rel_l2(gradients, _gradients(exact, wide, dy.double()))
     return row
 
 

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import itertools
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +34,7 @@ from voxmma.nn.functional import cat
 from voxmma.precision.policy import PrecisionPolicy
 from voxmma.sparse.tensor import Voxels
 from voxmma.tuning import machine
+from voxmma.verify import accuracy
 
 __all__ = ["Config", "ConfigError", "Variant", "load", "register", "render", "run"]
 
@@ -402,12 +402,6 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _rel_l2(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    difference = math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(found, wanted, strict=True)))
-    norm = math.sqrt(sum(float(b.square().sum()) for b in wanted))
-    return difference / norm if norm else (0.0 if difference == 0 else math.inf)
-
-
 def _reference(
     work: Workload, config: Config, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -430,10 +424,10 @@ def _errors(
     """How far one forward (and backward) is from the float64 one."""
     out, reference = found[0], wanted[0]
     return {
-        "out_rel_l2": _rel_l2([out], [reference]),
+        "out_rel_l2": accuracy.rel_l2([out], [reference]),
         "out_max_error": float((out - reference).abs().max() / reference.abs().max()),
         "loss_rel_error": abs(float(found[1] - wanted[1]) / float(wanted[1])),
-        "grad_rel_l2": _rel_l2(found[2], wanted[2]) if wanted[2] else None,
+        "grad_rel_l2": accuracy.rel_l2(found[2], wanted[2]) if wanted[2] else None,
         "nonfinite": int((~torch.isfinite(out)).sum()),
     }
 

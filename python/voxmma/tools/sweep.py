@@ -326,12 +326,8 @@ def published(x: Voxels) -> list[dict[str, Any]]:
                 "channels": channels,
                 "published": value,
                 "accumulator": record.accumulator,
-                "difference": _rel_l2(fp16, fp32.double()),
-                "per_offset": _rel_l2(fp16, rounded),
+                "difference": accuracy.rel_l2([fp16], [fp32]),
+                "per_offset": accuracy.rel_l2([fp16], [rounded]),
             }
         )
     return lines
-
-
-def _rel_l2(y: Tensor, reference: Tensor) -> float:
-    return accuracy.errors(y, reference, reference.abs()).rel_l2

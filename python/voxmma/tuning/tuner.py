@@ -32,6 +32,7 @@ from voxmma.dispatch.calls import convolve
 from voxmma.dispatch.measurements import Body, Key
 from voxmma.dispatch.record import Record
 from voxmma.dispatch.selection import card, select_tile
+from voxmma.nn.modules.sparse_conv import sparse_layers
 from voxmma.ops import formats
 from voxmma.ops.kernels import accumulator_label, legal, parse_accumulator
 from voxmma.sparse.maps import KernelMap
@@ -39,7 +40,6 @@ from voxmma.tuning import gate, machine
 from voxmma.tuning.timing import Clock, input_sets
 from voxmma.verify import accuracy
 from voxmma.verify.plan import _observe
-from voxmma.verify.shadow import sparse_layers
 
 OPS = settings.OPS
 #: A tile that takes so many times the fastest's time after a first look is not measured further.

@@ -265,6 +265,21 @@ def errors(y: Tensor, y64: Tensor, abs64: Tensor, floor: float = 0.0) -> Errors:
     return Errors(max_eta, p99_eta, rel_l2, worst_rel, 0, cells)
 
 
+def rel_l2(found: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    """Relative L2 error of tensors taken as one vector, in fp64; waits for the device.
+
+    0 where nothing differs, infinite where the reference is zero and where a difference is not finite.
+    """
+    pairs = [(a.double(), b.double()) for a, b in zip(found, reference, strict=True)]
+    difference, norm = (
+        math.sqrt(sum(float(t.square().sum()) for t in tensors))
+        for tensors in ((a - b for a, b in pairs), (b for _, b in pairs))
+    )
+    if difference == 0:
+        return 0.0
+    return difference / norm if math.isfinite(difference) and norm > 0 else math.inf
+
+
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """numerator / denominator with 0 / 0 = 0 and positive / 0 = inf."""
     return (numerator / denominator).nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)

@@ -30,10 +30,11 @@ from voxmma._extension import _C
 from voxmma.dispatch import observers, validation
 from voxmma.dispatch.calls import convolve
 from voxmma.dispatch.record import Record
+from voxmma.nn.modules.sparse_conv import sparse_layers
 from voxmma.ops.kernels import CHUNKS, parse_accumulator
 from voxmma.ops.rescale import MAX_FP16, overflow_bound
 from voxmma.sparse.maps import KernelMap
-from voxmma.verify import shadow
+from voxmma.verify import accuracy, shadow
 
 FORMAT = 1
 #: Smallest quotient of 65504 and the overflow bound for which fp16 sums without rescale are planned.
@@ -172,13 +173,6 @@ def _output(result: Any) -> Tensor:
     raise TypeError(f"the model must return tensors or Voxels, not {type(result).__name__}")
 
 
-def _rel_l2(y: Tensor, reference: Tensor) -> float:
-    norm, difference = float(reference.norm()), float((y - reference).norm())
-    if norm == 0 or norm != norm or difference != difference:
-        return 0.0 if difference == 0 else float("inf")
-    return difference / norm
-
-
 def _try(accumulator: str, call: _Call, groups: int, rows: int, repeats: int) -> Trial:
     """Measures one accumulator on the operands of one call."""
     device = call.x.device
@@ -217,7 +211,7 @@ def _try(accumulator: str, call: _Call, groups: int, rows: int, repeats: int) ->
         max_eta=errors.max_eta,
         of_bound=errors.max_eta / limit.eta,
         rel_l2=errors.rel_l2,
-        difference=_rel_l2(y.double(), wide.double()),
+        difference=accuracy.rel_l2([y], [wide]),
         margin=margin,
         milliseconds=took,
         refused=refused,
@@ -285,7 +279,7 @@ def calibrate(
     Raises:
         ValueError: no sparse convolution layer, no batch, or a budget below 0.
     """
-    layers = shadow.sparse_layers(model)
+    layers = sparse_layers(model)
     if not layers:
         raise ValueError("model has no sparse convolution layer")
     if not budget >= 0:
@@ -314,15 +308,15 @@ def calibrate(
         while True:
             _set(layers, chosen)
             pairs = zip(given, references, strict=True)
-            error = max(_rel_l2(_output(_run(model, batch)), wanted) for batch, wanted in pairs)
+            error = max(accuracy.rel_l2([_output(_run(model, batch))], [wanted]) for batch, wanted in pairs)
             changed = [name for name, accumulator in chosen.items() if accumulator != "fp32"]
             if error <= budget or not changed:
                 break
             worst = max(changed, key=lambda name: trials[name][chosen[name]].difference)
             chosen[worst] = "fp32"
     finally:
-        for name, (flag, accumulator) in former.items():
-            layers[name].use_fp16_accum, layers[name].accumulator = flag, accumulator
+        for name, own in former.items():
+            layers[name].use_fp16_accum, layers[name].accumulator = own
         for module, mode in training.items():
             module.training = mode
     return {
@@ -379,7 +373,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[str]:
         ) from None
     for accumulator in wanted.values():
         parse_accumulator(accumulator)
-    layers = shadow.sparse_layers(model)
+    layers = sparse_layers(model)
     if not layers:
         raise ValueError("model has no sparse convolution layer")
     stale = _differences(then, identity(layers, _device(layers)))

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from voxmma import torchflags
 from voxmma.dispatch.observers import Listener
 from voxmma.dispatch.record import Record
+from voxmma.nn.modules.sparse_conv import sparse_layers
 from voxmma.ops import formats
 from voxmma.sparse.maps import KernelMap
 from voxmma.verify import accuracy
@@ -179,12 +180,6 @@ class Watch(Listener):
     def remove(self) -> None:
         """Stops watching. Layers that were demoted stay so."""
         super().remove()
-
-
-def sparse_layers(model: nn.Module) -> dict[str, Any]:
-    """The sparse convolution layers of a model by name ('' for the model itself)."""
-    wanted = ("use_fp16_accum", "accumulator", "compute_dtype", "weight")
-    return {n: m for n, m in model.named_modules() if all(hasattr(m, attribute) for attribute in wanted)}
 
 
 def verify(model: nn.Module, every: int = 100, rows: int = 64, seed: int = 0) -> Watch:

@@ -199,6 +199,11 @@ class SparseConv3d(nn.Module):
         return ", ".join(parts)
 
 
+def sparse_layers(model: nn.Module) -> dict[str, SparseConv3d]:
+    """The sparse convolution layers of a model by name ('' for the model itself)."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseConv3d)}
+
+
 @eager
 def _outside(layer: SparseConv3d, x: Voxels, coords: Target | None) -> Voxels:
     """A layer between two graphs of torch.compile, so that it traces no cache and no bookkeeping."""

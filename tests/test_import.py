@@ -42,6 +42,32 @@ def test_a_layer_runs_without_anything_heavy() -> None:
     assert found == []
 
 
+def test_import_registers_every_op_of_a_layer() -> None:
+    """What loads later registers only the operators of frozen programs."""
+    found = clean(
+        "import importlib, pkgutil, voxmma\n"
+        "def ops(): return {n for n in torch._C._dispatch_get_all_op_names() if n.startswith('voxmma::')}\n"
+        "early = ops()\n"
+        "for module in pkgutil.walk_packages(voxmma.__path__, 'voxmma.'):\n"
+        "    if module.name.split('.')[1] not in ('tools', '__main__'):\n"
+        "        importlib.import_module(module.name)\n"
+        "found = [len(early), sorted(ops() - early)]"
+    )
+    assert found[0] > 0 and found[1] and all(name.startswith("voxmma::frozen_") for name in found[1])
+
+
+def test_a_rescaled_layer_runs_in_a_clean_process() -> None:
+    found = clean(
+        "import voxmma\n"
+        "x = voxmma.Voxels(torch.zeros(1, 4).int(), torch.full((1, 4), 3.0).bfloat16())\n"
+        "layer = voxmma.nn.SparseConv3d(4, 4, 1, bias=False, use_fp16_accum=True).bfloat16()\n"
+        "torch.nn.init.ones_(layer.weight)\n"
+        "y = layer(x)\n"
+        "found = [y.feats.tolist(), voxmma.explain(y).rescaled]"
+    )
+    assert found == [[[12.0] * 4], True]
+
+
 def test_public_names_are_attributes() -> None:
     found = clean(
         f"import voxmma; names = [*voxmma.__all__, *{PUBLIC!r}]\n"

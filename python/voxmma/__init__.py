@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from voxmma import _extension  # noqa: F401  # isort: skip
 from voxmma import _C  # noqa: F401
 from voxmma._version import __version__ as __version__
+from voxmma.dispatch import rescale_op as _rescale_op  # noqa: F401
 from voxmma.dispatch import settings
 from voxmma.dispatch.launches import audit
 from voxmma.dispatch.record import Record, explain

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import voxmma
 from voxmma import torchflags
+from voxmma.export import aot, frozen, mapped
 from voxmma.export import artefact as artefact_module
-from voxmma.export import frozen, mapped
 from voxmma.export.artefact import compile_model, load
 from voxmma.export.frozen import ArtefactError
 from voxmma.ops.formats import round_tf32
@@ -457,9 +457,9 @@ def test_a_package_is_loaded_by_another_process_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "junk.pt2").write_bytes(b"no archive")
-    assert export.aot._not_loadable(tmp_path / "junk.pt2").startswith("it cannot be loaded: ")
+    assert aot._not_loadable(tmp_path / "junk.pt2").startswith("it cannot be loaded: ")
     crashed = subprocess.CompletedProcess([], -11, "", "Segmentation fault")
-    monkeypatch.setattr(export.aot.subprocess, "run", lambda *args, **kwargs: crashed)
+    monkeypatch.setattr(aot.subprocess, "run", lambda *args, **kwargs: crashed)
     monkeypatch.setattr(
         torch._inductor,
         "aoti_compile_and_package",
@@ -477,8 +477,8 @@ def test_a_package_that_does_not_work_is_left_out(fault: str, monkeypatch: pytes
             raise RuntimeError("API call failed\nmore")
         return [torch.zeros(2, 5)]
 
-    monkeypatch.setattr(export.aot, "build", lambda program: (b"package", ""))
-    monkeypatch.setattr(export.aot, "load", lambda package: run)
+    monkeypatch.setattr(aot, "build", lambda program: (b"package", ""))
+    monkeypatch.setattr(aot, "load", lambda package: run)
     model, x = net()
     artefact = compile_model(model, (x,), aot=None)
     assert artefact.engine == "export" and fault in artefact.reason

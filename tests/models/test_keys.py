@@ -1,4 +1,4 @@
-"""Key maps of voxmma.models: checkpoints with upstream's names and layouts load strictly, each to its place."""
+"""Key maps of voxmma.models: checkpoints with upstream's names and layouts load strictly, to their places."""
 
 from __future__ import annotations
 
@@ -284,5 +284,5 @@ def test_a_checkpoint_of_upstream_loads_strictly(name: str) -> None:
 def test_other_keys_are_reported(name: str) -> None:
     make, write, layout, rename, _ = CASES[name]
     state = write() | {"head.cls.weight": torch.zeros(3), "epoch": torch.zeros(1)}
-    with pytest.raises(RuntimeError, match="2 unexpected: head.cls.weight, epoch"):
+    with pytest.raises(RuntimeError, match=r"2 unexpected: head\.cls\.weight, epoch"):
         convert.load(make(), state, layout, rename=rename)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -210,6 +211,6 @@ def test_numbers_of_parameters() -> None:
     stages = sum(conv(i, o, 27) + blocks(o, o, 2) for i, o in ((4, 16), (16, 32), (32, 64), (64, 128)))
     assert parameters(models.ResNet21D(4)) == stages + conv(128, 128, 3)
     planes = (1024, 1024, 512, 256, 128, 64, 32, 16)
-    steps = list(zip(planes[:-1], planes[1:], strict=True))
+    steps = list(itertools.pairwise(planes))
     vae = sum(conv(i, o, 8) + conv(o, o, 27) for i, o in steps) + sum(c + 1 for c in planes[2:])
     assert parameters(models.VAEDecoder()) == vae

@@ -385,7 +385,8 @@ class Port:
                 self.level += not part.transposed
             return self.library.conv(part, key)
         if isinstance(part, nn.BatchNorm1d):
-            made = nn.BatchNorm1d(part.num_features, part.eps, part.momentum)
+            dtype = part.running_mean.dtype
+            made = nn.BatchNorm1d(part.num_features, part.eps, part.momentum, dtype=dtype)
             made.load_state_dict(part.state_dict())
             self.norms.append((part, made))
             return self.library.rows(made)

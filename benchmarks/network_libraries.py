@@ -40,16 +40,15 @@ def keys(coords: Tensor) -> Tensor:
     return made
 
 
-def coarser(coords: Tensor, factor: int) -> Tensor:
-    """The cells of a grid coarser by `factor` that hold one of coords, in ascending order."""
+def shrunk(coords: Tensor, factor: int) -> Tensor:
+    """The cell of each row on a grid coarser by `factor`; several rows may be in one."""
     if factor == 1:
         return coords
-    cells = torch.cat([coords[:, :1], coords[:, 1:].div(factor, rounding_mode="floor")], 1)
-    return torch.unique(cells, dim=0)
+    return torch.cat([coords[:, :1], coords[:, 1:].div(factor, rounding_mode="floor")], 1)
 
 
 class Index:
-    """Rows by coordinates (N, 4)."""
+    """Rows by coordinates (N, 4); of equal ones, any."""
 
     def __init__(self, coords: Tensor) -> None:
         self.ordered, self.rows = keys(coords).sort()
@@ -458,8 +457,8 @@ class Decoder(nn.Module):
         for number, (level, head) in enumerate(zip(self.levels, self.heads, strict=True), 1):
             x = level(x)
             logits.append(head(x))
-            cells = coarser(target, 2 ** (len(self.levels) - number))
-            x = self.library.prune(x, Index(cells).find(self.library.coords(x)) >= 0)
+            there = Index(shrunk(target, 2 ** (len(self.levels) - number)))
+            x = self.library.prune(x, there.find(self.library.coords(x)) >= 0)
         return [x, *logits]
 
 

@@ -48,7 +48,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from network_libraries import LIBRARIES, Index, Torch, coarser, ported
+from network_libraries import LIBRARIES, Index, Torch, ported, shrunk
 from torch import Tensor, nn
 
 import voxmma
@@ -191,7 +191,7 @@ class Problem:
         self.batch = job.batch
         self.target = torch.from_numpy(np.ascontiguousarray(np.concatenate(batches))).to(device)
         self.factor = network.factor
-        self.coords = coarser(self.target, self.factor)
+        self.coords = torch.unique(shrunk(self.target, self.factor), dim=0)
         self.shape = [-(-(int(side) + 2 * MARGIN) // 64) * 64 // self.factor for side in cells.max(0)]
         feats = torch.randn(len(self.coords), network.channels, generator=torch.Generator().manual_seed(1))
         self.feats = feats.to(device)

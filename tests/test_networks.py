@@ -62,7 +62,7 @@ def test_other_libraries_run_the_same_network(name: str, lib: str, device: torch
     target = random_coords(150, 20, batch=2)
     target[:, 1:] += networks.MARGIN
     factor = 4 if name == "vae" else 1
-    coords = network_libraries.coarser(target, factor)
+    coords = torch.unique(network_libraries.shrunk(target, factor), dim=0)
     feats = torch.randn(len(coords), 3, dtype=dtype)
     library = kind(device)
     copy = network_libraries.ported(net, library)[0].to(device, dtype).eval()

@@ -42,9 +42,7 @@ class ResNet21D(nn.Module):
         c_in = in_channels
         for channels, kernel_size, stride, blocks in self.STAGES:
             c_out = int(channels * width)
-            options: dict[str, Any] = (
-                {} if stride == 1 else {"padding": padding}
-            )  # at stride 1 the voxels stay
+            options: dict[str, Any] = {} if stride == 1 else {"padding": padding}
             first = conv_norm(c_in, c_out, kernel_size, stride, **options)
             self.stages.append(vnn.Sequential(first, *(ResidualBlock(c_out, c_out) for _ in range(blocks))))
             c_in = c_out

@@ -25,6 +25,7 @@ On a CPU everything is fp32, without kernels and memory. benchmarks/collect.py a
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -416,8 +417,13 @@ def work(lib: str, device: torch.device, repeats: int) -> None:
         except Exception as error:  # a library may raise anything; the row says what
             traceback.print_exc()
             row = {"error": said(error)}
+        gc.collect()
         if device.type == "cuda":
-            torch.cuda.empty_cache()
+            try:
+                _sync(device)
+                torch.cuda.empty_cache()
+            except RuntimeError:  # after a faulty kernel nothing runs in this process any more
+                row["broken"] = True
         out.write(json.dumps(row) + "\n")
 
 
@@ -465,7 +471,10 @@ class Worker:
             self.close()
             last = [text for text in self.log.read_text(errors="replace").splitlines() if text.strip()][-1:]
             return {"error": f"the process died ({code}): {' '.join(last)[:300]}"}
-        return dict(json.loads(line))
+        row: Row = json.loads(line)
+        if row.pop("broken", False):
+            self.close()
+        return row
 
     def close(self) -> None:
         if self.process is not None:

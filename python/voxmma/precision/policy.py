@@ -888,9 +888,8 @@ def apply_policy(
     stay as they are.
 
     Args:
-        module: the model, or any part of one. Compile it with `voxmma.precision.policy_graph.policy_backend`
-        instead of
-            this when it goes through torch.compile.
+        module: the model, or any part of one. One that goes through torch.compile is compiled with
+            `voxmma.precision.policy_graph.policy_backend` instead.
         policy: a policy, its name or its record.
         overrides: policies of parts, by module name with shell wildcards (``{"head*": "always_f32"}``).
 

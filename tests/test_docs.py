@@ -1,4 +1,4 @@
-"""README and docs: examples run as they stand; every public fault has a test of its number, and every name is real."""
+"""Examples of README and docs run as they stand; every public fault has a test of its number."""
 
 from __future__ import annotations
 

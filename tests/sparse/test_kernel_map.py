@@ -655,22 +655,22 @@ def test_gpu_plans_of_strided_maps(size: Any, stride: Any, dilation: int, spread
 
 
 def check_index(coords: torch.Tensor, index: HashIndex) -> None:
-    """Raises AssertionError unless the order keeps each brick's rows together and the table says where."""
-    order, table = index.order.cpu(), index.bricks.cpu()
+    """Raises AssertionError unless rows of a hash block are together in the order, where the table says."""
+    order, table = index.order.cpu(), index.hash_blocks.cpu()
     assert torch.equal(order.sort().values, torch.arange(len(coords), dtype=torch.int32))
-    bricks: dict[tuple[int, ...], tuple[int, int]] = {}
+    blocks: dict[tuple[int, ...], tuple[int, int]] = {}
     for rank, (b, x, y, z) in enumerate(coords[order.long()].tolist()):
-        brick = b, x >> 1, y >> 1, z >> 1
-        first, mask = bricks.get(brick, (rank, 0))
+        block = b, x >> 1, y >> 1, z >> 1
+        first, mask = blocks.get(block, (rank, 0))
         bit = 1 << ((x & 1) * 4 + (y & 1) * 2 + (z & 1))
         assert mask < bit and rank == first + mask.bit_count()  # neighbours in the order, cells ascending
-        bricks[brick] = first, mask | bit
-    assert sorted(map(tuple, table[table[:, 1] != -1][:, 2:].tolist())) == sorted(bricks.values())
+        blocks[block] = first, mask | bit
+    assert sorted(map(tuple, table[table[:, 1] != -1][:, 2:].tolist())) == sorted(blocks.values())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spread", [5, 300, 2000, 131_072])  # 22 to 64 bits of sort key
-def test_gpu_order_and_bricks_are_those_of_the_rows(spread: int) -> None:
+def test_gpu_order_and_blocks_are_those_of_the_rows(spread: int) -> None:
     coords = torch.unique(torch.randint(-spread, spread, (20_000, 3)), dim=0).int()
     coords = torch.cat([torch.randint(0, 1023, (len(coords), 1)).int(), coords], 1)
     coords = coords[torch.randperm(len(coords))]

@@ -571,7 +571,7 @@ def test_candidates_are_the_legal_tiles_the_gate_admits(build: None, monkeypatch
     bad = "sm90_f16_256x64x64_acc16"
     monkeypatch.setattr(validation, "on_record", lambda name, device: check if name == bad else fine)
     names, refused = tuner.candidates(replace(on_gpu, accumulator="fp16"), "fwd")
-    assert bad not in names and refused == {bad: "gate: bound: 1 of 0.1"}
+    assert bad not in names and refused == {bad: "validation: bound: 1 of 0.1"}
     assert names and all("acc16" in name for name in names)
 
 

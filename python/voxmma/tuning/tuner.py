@@ -228,7 +228,7 @@ def candidates(case: Case, op: str) -> tuple[list[str], dict[str, str]]:
         if tile.accum.startswith("fp16"):
             verdict = validation.on_record(tile.name, device)
             if not verdict.runs_on_request:
-                refused[tile.name] = f"gate: {verdict.reason}"
+                refused[tile.name] = f"validation: {verdict.reason}"
                 continue
         names.append(tile.name)
     return _ranked(case, op, names)[:TRIMMED] if word == "trimmed" else names, refused

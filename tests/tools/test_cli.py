@@ -283,14 +283,6 @@ def test_peer_figures_become_a_table(tmp_path: Path) -> None:
     assert cells[9:] == ["2.0e-04", "2.0e-03", "1.0e-04"]
 
 
-def test_demo_figures_become_a_table(tmp_path: Path, demo_run: tuple[dict[str, Any], Path, str]) -> None:
-    options = ["--results", str(tmp_path), "--commit", "abc", "--date", "2026-01-01"]
-    assert collect.main([str(demo_run[1] / "demo.json"), *options]) == 0
-    text = tables.demo_table(tables.load(tmp_path))
-    for mode in demo.MODES:
-        assert f"| {mode.name} | cpu |" in text
-
-
 def test_markers_without_partner_or_table_are_errors() -> None:
     with pytest.raises(ValueError, match="partner"):
         tables.fill("<!-- results:begin speed -->\n", [])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
+import types
 from pathlib import Path
 
 import pytest
 
 import voxmma
+import voxmma.models
 
 TESTS = Path(__file__).parent
 FAULTS = TESTS.parent / "docs" / "faults.md"
@@ -61,3 +64,16 @@ def test_examples_run_as_they_stand(page: Path, tmp_path: Path, monkeypatch: pyt
     program = compile(examples(page), page.name, "exec")
     with voxmma.settings.override(cache_dir=str(tmp_path)):
         exec(program, {"__name__": page.stem})
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """What docs/api names is there; classes and functions of the public modules are documented by it."""
+    pages = [page.read_text() for page in (FAULTS.parent / "api").glob("*.md")]
+    targets = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.M)]
+    assert len(targets) == len(set(targets))
+    documented = {id(pkgutil.resolve_name(name)) for name in targets}
+    for module in (voxmma, voxmma.nn, voxmma.nn.functional, voxmma.models, voxmma.export):
+        for name in module.__all__:
+            found = getattr(module, name)
+            if isinstance(found, type | types.FunctionType) and not hasattr(found, "__wrapped__"):
+                assert id(found) in documented, f"{module.__name__}.{name}"

@@ -490,16 +490,15 @@ def sweep_table(results: list[Result]) -> str:
     for result, shown in _in_docs(results):
         channels = sorted({row["channels"] for row in shown})
         lines = []
-        groups = dict.fromkeys((row["op"], row["volume"], row["mode"]) for row in shown)
-        for op, volume, mode in groups:
+        groups: dict[tuple[Any, ...], dict[int, list[Result]]] = {}
+        for row in shown:
+            group = groups.setdefault((row["op"], row["volume"], row["mode"]), {})
+            if not row["verdict"].startswith("not run"):
+                group.setdefault(row["channels"], []).append(row)
+        for (op, volume, mode), group in groups.items():
             cells = []
             for c in channels:
-                rows = [
-                    row
-                    for row in shown
-                    if (row["op"], row["volume"], row["mode"], row["channels"]) == (op, volume, mode, c)
-                    and not row["verdict"].startswith("not run")
-                ]
+                rows = group.get(c, [])
                 if not rows:
                     cells.append("–")
                     continue

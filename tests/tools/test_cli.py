@@ -125,7 +125,7 @@ def test_doctor_fails_when_results_are_wrong(monkeypatch: pytest.MonkeyPatch) ->
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, str]:
     """One run of the demo on coarse voxels: its result, its folder, the table that it printed."""
     folder = tmp_path_factory.mktemp("demo")
-    arguments = ["demo", "--device", "cpu", "--voxel-size", "0.25", "--repeats", "1", "--out", str(folder)]
+    arguments = ["demo", "--device", "cpu", "--voxel-size", "0.5", "--repeats", "1", "--out", str(folder)]
     table = invoke(*arguments).stdout
     return json.loads((folder / "demo.json").read_text()), folder, table
 

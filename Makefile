@@ -3,7 +3,7 @@
 #   make demo     the main job on a shipped scan            make test     the test suite (ARGS="-k maps" adds to pytest)
 #   make lint     ruff, mypy, layers                              make format   ruff and clang-format, in place
 #   make build    the extension, in place                   make bench    benchmarks of this machine's GPU
-#   make docs     README tables from benchmarks/results     make site     web pages of docs/, into build/site
+#   make docs     README tables from benchmarks/results     make site     web pages of docs/ and the API's reference, into build/site
 #   make clean    build files (not the environment)
 #
 # Variables: PYTHON (interpreter for a new environment), VENV (environment to use; an active one by default, else .venv),

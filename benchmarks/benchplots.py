@@ -77,8 +77,8 @@ def fastest_peer(row: Row, rows: Iterable[Row], what: str) -> float | None:
 # ---- peers -------------------------------------------------------------------------------------------------
 
 _PEER_COLUMNS = (
-    "scene", "layer", "library", "forward", "p10-p90", "cold", "of floor", "dgrad", "wgrad", "backward",
-    "of floor", "cold", "step", "host us", "map", "first", "map MiB", "peak MiB", "rel-L2 y dx dW",
+    "scene", "layer", "library", "forward", "p10-p90", "cold", "of roofline", "dgrad", "wgrad", "backward",
+    "of roofline", "cold", "step", "host us", "map", "first", "map MiB", "peak MiB", "rel-L2 y dx dW",
     "max eta y dx dW",
 )  # fmt: skip
 
@@ -89,7 +89,7 @@ def peers_table(result: dict[str, Any]) -> Group:
     reach = ", ".join(f"{name} {value:.4g} TFLOP/s" for name, value in rates["tflops"].items())
     table = Table(
         title=f"{result['device']}: ms, medians of {result['repeats']}, inputs rotated",
-        caption=f"floor: {reach}, {rates['bandwidth']:.0f} GB/s, measured here. forward, dgrad, wgrad, "
+        caption=f"roofline: {reach}, {rates['bandwidth']:.0f} GB/s, measured here. forward, dgrad, wgrad, "
         "backward: device time, launching hidden; cold: caches flushed before; step: wall clock, launching "
         "included; map: step from fresh coordinates less step; first: map and forward.",
     )
@@ -246,7 +246,7 @@ def scaling_table(result: dict[str, Any]) -> Group:
     title = f"{result['device']}: {result['kernel']}x{result['kernel']}x{result['kernel']} {result['dtype']}"
     table = Table(title=f"{title}, ms and picoseconds a pair, medians of {result['repeats']}")
     columns = ["C", "voxels", "pairs", "map ms", "map ns/voxel", "map MiB"]
-    columns += [f"{op}{unit}" for op in SCALING_OPS for unit in (" ms", " ps/pair", " of floor")]
+    columns += [f"{op}{unit}" for op in SCALING_OPS for unit in (" ms", " ps/pair", " of roofline")]
     for column in (*columns, "max eta"):
         table.add_column(column, justify="right")
     for row in result["rows"]:

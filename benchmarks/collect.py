@@ -13,7 +13,7 @@
 `voxmma demo`, benchmarks/peerbench.py, scaling.py, operators.py and networks.py, and foreign peer benchmarks
 (`info` and `results`, one file a scene, all libraries in one run) go into <card>.json; rows of peerbench.py
 are added to those of the same commit and scene, rows of networks.py to those of the same commit. A sweep goes
-into sweep-<card>.json (one of the same commit and scene is added to), the gate's verdicts into
+into sweep-<card>.json (one of the same commit and scene is added to), verdicts of `voxmma tiles --gate` into
 gate-<card>.json, training runs into training-<card>.json, the policies' casts, errors and times into
 policies-<card>.json, what compute-sanitizer printed around benchmarks/sanitize.py into
 sanitizer-<card>.json, and a table of ncu (`--page raw --csv`) of one launch a kernel into ncu-<card>.json

@@ -4,10 +4,10 @@
 
 Maps: wall times from an idle device to an idle device, host included, everything made anew, and how often the
 host waits for the GPU meanwhile. Pooling: device times with cold caches and launching hidden, fp16 on a GPU,
-fp32 on a CPU; the floor is features (or gradients) and for max one byte an output, which input it took, each
+fp32 on a CPU; the roofline is features (or gradients), for max one byte an output, which input it took, each
 read or written once at the bandwidth of a copy. Beside it on a GPU, where spconv can be imported, its pooling
 functions with their pairs already built. Moves (points into voxels and back, coordinate operations, global
-pooling, unpooling): each row says what its floor counts. benchmarks/collect.py adds the file to
+pooling, unpooling): each row says what its roofline counts. benchmarks/collect.py adds the file to
 benchmarks/results.
 """
 
@@ -154,7 +154,7 @@ def spconv_pool(
 def measure_pool(
     problem: peers.Problem, x: Voxels, kind: str, size: int, stride: int, clock: Clock, bandwidth: float
 ) -> Row:
-    """Times of one pooling of x, which requires grad, in ms, with their floor; bandwidth in GB/s."""
+    """Times of one pooling of x, which requires grad, in ms, with their roofline; bandwidth in GB/s."""
     pool = {"max": F.max_pool, "avg": F.avg_pool}[kind]
     c, n_out = x.feats.shape[1], pool(x, size, stride).num_voxels
     moved = c * ((x.num_voxels + n_out) * x.feats.element_size() + (n_out if kind == "max" else 0))
@@ -312,7 +312,7 @@ def coordinate_moves(known: CoordSet, dtype: torch.dtype) -> Iterator[Move]:
 
 
 def measure_move(move: Move, clock: Clock, bandwidth: float) -> Row:
-    """Times of one operation and of its gradient, in ms, with their floors; bandwidth in GB/s."""
+    """Times of one operation and of its gradient, in ms, with their rooflines; bandwidth in GB/s."""
     names = {torch.float16: "fp16", torch.float32: "fp32", None: ""}
     row: Row = {"what": move.what, "channels": move.channels, "dtype": names[move.dtype]}
     row |= {"counted": move.counted, "floor_ms": move.moved / bandwidth / 1e6}

@@ -1,7 +1,7 @@
 """benchmarks/peerbench.py: every installed library on the same coordinates, weights and gradients.
 
 Each library runs in a process of its own, so that a crash, a leak or a time-out costs one row. A row has the
-times of kernel map, forward, both gradients and the whole step, memory, the share of the device's floor
+times of kernel map, forward, both gradients and the whole step, memory, the share of the device's roofline
 (benchmarks/roofline.py) and the errors against fp64. Libraries that are not installed are listed as such, and
 what fails is a row with the error.
 
@@ -208,7 +208,7 @@ def measure(adapter: Adapter, data: Data, rates: Rates, repeats: int, cold: bool
     row["map_ms"] = max(0.0, cold_step.ms - warm.ms)
     _put(row, "first", clock.wall(lambda i: inference(i, adapter.fresh())))
     for op in OPS:
-        limit = roofline.floor(
+        limit = roofline.least_time(
             op,
             rates,
             pairs=data.pairs,
@@ -455,7 +455,8 @@ def run(
         - host_us: of a forward call; start_s: import aside, the first step with its own tuning;
         - map_mib, forward_peak_mib, step_peak_mib: memory kept by the map, and peaks above what was there;
         - rel_l2, max_eta: of y, dx, dW against fp64;
-        - OP_floor_ms, OP_bound, OP_of_floor: floor, what binds it, floor / time; OP_tflops, OP_intensity.
+        - OP_floor_ms, OP_bound, OP_of_floor: least time of the roofline, what binds it, its share of the
+          time; OP_tflops, OP_intensity.
     """
     on_gpu, end = device.type == "cuda", time.monotonic() + budget
     absent = [name for name, _ in libraries if not installed(name)]
@@ -560,7 +561,7 @@ def peers(
 ) -> None:
     """Time every installed sparse convolution library, each in its own process, on the same operands.
 
-    Times of map, forward, gradients and step, memory, share of the roofline's floor and errors against fp64.
+    Times of map, forward, gradients and step, memory, share of the roofline and errors against fp64.
     The exit code is 1 if voxmma itself failed on a row.
     """
     from voxmma.tools import console

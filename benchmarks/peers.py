@@ -288,7 +288,7 @@ class Voxmma(Adapter):
 
 
 class GatherGemm(Adapter):
-    """Plain torch: rows of each offset gathered, one matrix product, rows added. The yardstick that is always
+    """Plain torch: rows of each offset gathered, one matrix product, rows added. The baseline that is always
     there."""
 
     package, distributions, needs_gpu, flat = "torch", ("torch",), False, True

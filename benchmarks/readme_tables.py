@@ -121,7 +121,7 @@ def speed_table(results: list[Result]) -> str:
     for result in results:
         for scene, part in result.get("scenes", {}).items():
             rows = []
-            floors = any("forward_of_floor" in row for row in part["rows"])
+            rooflines = any("forward_of_floor" in row for row in part["rows"])
             for shape, group in _by_shape(part["rows"]).items():
                 ours = next(
                     (row for row in group if (row["lib"], row["variant"]) == ("voxmma", "fp32")), None
@@ -146,7 +146,7 @@ def speed_table(results: list[Result]) -> str:
                             )
                             for cell in (
                                 _number(t, ".3f"),
-                                *([_number(ours.get(f"{what}_of_floor"), ".0%")] if floors else []),
+                                *([_number(ours.get(f"{what}_of_floor"), ".0%")] if rooflines else []),
                                 _number(p, ".3f"),
                                 _number(ratio, ".2f"),
                             )
@@ -160,9 +160,9 @@ def speed_table(results: list[Result]) -> str:
                 )
             if not rows:
                 continue
-            of_floor = ["of floor"] if floors else []
+            of_roofline = ["of roofline"] if rooflines else []
             header = [
-                "C_in x C_out", "forward ms", *of_floor, "spconv", "ratio", "backward ms", *of_floor,
+                "C_in x C_out", "forward ms", *of_roofline, "spconv", "ratio", "backward ms", *of_roofline,
                 "spconv", "ratio", "map build ms", "map MiB", "rel-L2", "spconv's", "max eta",
             ]  # fmt: skip
             counts = f"{part['voxels']:,} voxels, {part['pairs'] / part['voxels']:.1f} neighbours each"
@@ -196,9 +196,9 @@ def peers_table(results: list[Result]) -> str:
                     ]
                     rows.append(cells)
             header = [
-                "layer", "library", "forward ms", "of floor", "dgrad ms", "of floor", "wgrad ms", "of floor",
-                "backward ms", "of floor", "cold forward ms", "cold backward ms", "step ms", "host us",
-                "map ms", "first ms", "map MiB", "peak MiB", "rel-L2 y dx dW", "max eta y dx dW",
+                "layer", "library", "forward ms", "of roofline", "dgrad ms", "of roofline", "wgrad ms",
+                "of roofline", "backward ms", "of roofline", "cold forward ms", "cold backward ms", "step ms",
+                "host us", "map ms", "first ms", "map MiB", "peak MiB", "rel-L2 y dx dW", "max eta y dx dW",
             ]  # fmt: skip
             rates = part["rates"]
             reach = ", ".join(f"{name} {value:.4g} TFLOP/s" for name, value in rates["tflops"].items())
@@ -236,7 +236,7 @@ def scaling_table(results: list[Result]) -> str:
             rows.append([*head, *cells, f"{row['max_eta']:.1e}"])
         header = ["C", "voxels", "map ns a voxel"]
         for op in ("forward", "dgrad", "wgrad"):
-            header += [f"{op} ms", "ps a pair", "of floor"]
+            header += [f"{op} ms", "ps a pair", "of roofline"]
         growth = [
             [str(line["channels"]), *(_number(line[op], ".2f") for op in ("forward", "dgrad", "wgrad"))]
             for line in part["growth"]
@@ -283,10 +283,10 @@ def operators_table(results: list[Result]) -> str:
                 f"**{scene}** on {result['card']}: {part['voxels']:,} voxels, {sizes}; copy "
                 f"{part['bandwidth']:.0f} GB/s; {_origin(part, part['torch'])}."
             )
-            header = ["pooling", "C", "floor ms"]
+            header = ["pooling", "C", "roofline ms"]
             theirs = f"spconv {part['spconv'] or ''}".strip()
             for op in ("forward", "backward"):
-                header += [f"{op} ms", "time / floor", theirs]
+                header += [f"{op} ms", "time / roofline", theirs]
             tables = [
                 _markdown(["what is made", "median ms", "least ms", "waits for the GPU"], made),
                 _markdown(header, pools),
@@ -381,7 +381,7 @@ def network_rows_table(results: list[Result]) -> str:
 
 
 def _moves_table(moves: list[Result]) -> str:
-    """Operations that only move data, and what their floors count."""
+    """Operations that only move data, and what their rooflines count."""
     rows, notes = [], {}
     for row in moves:
         mark = notes.setdefault(row["counted"], len(notes) + 1)
@@ -399,11 +399,11 @@ def _moves_table(moves: list[Result]) -> str:
             ]
         )
     header = [
-        "operation", "C", "floor ms", "device ms", "wall ms", "waits for the GPU", "time / floor",
-        "backward ms", "time / floor",
+        "operation", "C", "roofline ms", "device ms", "wall ms", "waits for the GPU", "time / roofline",
+        "backward ms", "time / roofline",
     ]  # fmt: skip
     said = " ".join(f"({mark}) {text}." for text, mark in notes.items())
-    return f"{_markdown(header, rows)}\n\nFloors count, once each: {said}"
+    return f"{_markdown(header, rows)}\n\nRooflines count, once each: {said}"
 
 
 # ---- accuracy ----------------------------------------------------------------------------------------------
@@ -490,16 +490,15 @@ def sweep_table(results: list[Result]) -> str:
     for result, shown in _in_docs(results):
         channels = sorted({row["channels"] for row in shown})
         lines = []
-        groups = dict.fromkeys((row["op"], row["volume"], row["mode"]) for row in shown)
-        for op, volume, mode in groups:
+        groups: dict[tuple[Any, ...], dict[int, list[Result]]] = {}
+        for row in shown:
+            group = groups.setdefault((row["op"], row["volume"], row["mode"]), {})
+            if not row["verdict"].startswith("not run"):
+                group.setdefault(row["channels"], []).append(row)
+        for (op, volume, mode), group in groups.items():
             cells = []
             for c in channels:
-                rows = [
-                    row
-                    for row in shown
-                    if (row["op"], row["volume"], row["mode"], row["channels"]) == (op, volume, mode, c)
-                    and not row["verdict"].startswith("not run")
-                ]
+                rows = group.get(c, [])
                 if not rows:
                     cells.append("–")
                     continue
@@ -620,7 +619,7 @@ def ncu_table(results: list[Result]) -> str:
 
 
 def gate_table(results: list[Result]) -> str:
-    """The gate's verdicts with their figures."""
+    """Verdicts of `voxmma tiles --gate` with their figures."""
     blocks = []
     for result in results:
         if "gate" not in result:

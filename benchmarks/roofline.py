@@ -1,6 +1,6 @@
-"""Floors: the least time in which a device could do a convolution, from rates measured on that device.
+"""The roofline: the least time in which a device could do a convolution, from rates measured on that device.
 
-    floor = max(2 * pairs * C_in * C_out / MMA rate, compulsory bytes / bandwidth)
+    least time = max(2 * pairs * C_in * C_out / MMA rate, compulsory bytes / bandwidth)
 
 The MMA rate is the larger of what one instruction reaches with its operands in registers (the probe of the
 gate) and what a large dense matrix product of the vendor's library reaches. Compulsory bytes are every
@@ -43,7 +43,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Floor:
+class LeastTime:
     """Least seconds of an operation and what binds it, 'compute' or 'memory'."""
 
     seconds: float
@@ -112,7 +112,7 @@ def measure(device: torch.device, dtypes: tuple[str, ...] = ("fp16",)) -> Rates:
     return Rates(tflops, bandwidth, probe, gemm)
 
 
-def floor(
+def least_time(
     op: str,
     rates: Rates,
     *,
@@ -123,8 +123,8 @@ def floor(
     c_in: int,
     c_out: int,
     dtype: str,
-) -> Floor:
-    """The floor of 'forward', 'dgrad', 'wgrad' or 'backward' (both gradients, dy read once).
+) -> LeastTime:
+    """The least time of 'forward', 'dgrad', 'wgrad' or 'backward' (both gradients, dy read once).
 
     Args:
         pairs: (offset, output row) pairs with an input. n_in, n_out: rows. volume: offsets of the kernel.
@@ -140,4 +140,4 @@ def floor(
         "backward": (2 * products, 2 * x + y + 2 * w),
     }[op]
     compute, memory = flops / (rates.tflops[dtype] * 1e12), bytes_ / (rates.bandwidth * 1e9)
-    return Floor(max(compute, memory), "compute" if compute >= memory else "memory", flops, bytes_)
+    return LeastTime(max(compute, memory), "compute" if compute >= memory else "memory", flops, bytes_)

@@ -95,7 +95,7 @@ def _layer(
     }
     row: dict[str, Any] = {"tiles": [record.tile, record.dgrad_tile, record.wgrad_tile]}
     for op, timing in timings.items():
-        least = roofline.floor(
+        least = roofline.least_time(
             op, rates, pairs=mapping.num_pairs, n_in=n, n_out=n, volume=mapping.kernel_volume,
             c_in=channels, c_out=channels, dtype=dtype,
         )  # fmt: skip
@@ -122,7 +122,7 @@ def run(
 
     Returns:
         Plain data: environment, device, driver, rates, kernel, dtype, repeats; `rows` with times in ms, in
-        picoseconds a pair and as a share of the floor, the map's time and memory, and the errors of 256
+        picoseconds a pair and as a share of the roofline, the map's time and memory, and the errors of 256
         output rows against fp64, or with `error`; `growth`: by channels and operation the time a pair at the
         largest size over the least at a smaller one (None: not measured).
     """

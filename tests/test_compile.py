@@ -20,7 +20,7 @@ from voxmma.export.mapped import one_graph
 from conftest import random_coords
 
 SCENES = ((100, 2), (150, 2), (30, 1), (1, 1), (220, 4), (0, 3), (90, 2), (7, 1), (300, 2), (0, 3), (1, 1))
-BACKENDS = ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
+BACKENDS = ("eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor")))
 
 
 class Net(torch.nn.Module):
@@ -95,6 +95,7 @@ def test_fault_57_scenes_of_every_size(device: torch.device, backend: str) -> No
     assert graphs() == known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fault_57_one_graph_for_every_scene(device: torch.device, backend: str) -> None:
     """The same without a break: maps are inputs of the graph."""
@@ -117,6 +118,7 @@ def test_fault_57_one_graph_for_every_scene(device: torch.device, backend: str) 
         torch.testing.assert_close(compiled(x)[1], plain(x)[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_fault_57_records_are_not_traced(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

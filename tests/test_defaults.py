@@ -245,7 +245,9 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "artefact")) for name in CALLS]
+)
 def test_fault_58_default_device_and_dtype_change_nothing(
     device: torch.device, name: str, defaults: Callable[[], None]
 ) -> None:

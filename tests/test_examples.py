@@ -42,8 +42,8 @@ def run(name: str, schedule: str, steps: int) -> Any:
         ("resnet", "0=always_f32", 40, 0.5),
         ("resnet", "0=auto_mixed_bf16", 40, 0.5),
         ("unet", "0=always_f32", 20, 0.6),
-        ("unet", "0=auto_mixed", 20, 0.6),
-        ("unet", "0=fp16_sum", 20, 0.6),
+        pytest.param("unet", "0=auto_mixed", 20, 0.6, marks=pytest.mark.slow),
+        pytest.param("unet", "0=fp16_sum", 20, 0.6, marks=pytest.mark.slow),
         ("unet", "0=auto_mixed_conservative,10=auto_mixed_bf16", 20, 0.6),
     ],
 )

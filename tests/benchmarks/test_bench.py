@@ -121,15 +121,15 @@ def test_launch_overhead_is_not_in_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_floor_is_the_larger_of_arithmetic_and_traffic() -> None:
     size: dict[str, Any] = {"n_in": 1000, "n_out": 500, "volume": 27, "c_in": 64, "c_out": 32}
-    found = roofline.floor("forward", RATES, pairs=10**6, dtype="fp16", **size)
+    found = roofline.least_time("forward", RATES, pairs=10**6, dtype="fp16", **size)
     flops, traffic = 2 * 10**6 * 64 * 32, 2 * (1000 * 64 + 27 * 64 * 32 + 500 * 32)
     assert (found.flops, found.bytes, found.bound) == (flops, traffic, "compute")
     assert found.seconds == pytest.approx(flops / 1e14)
     assert found.intensity == pytest.approx(flops / traffic)
-    few = roofline.floor("forward", RATES, pairs=10, dtype="fp16", **size)
+    few = roofline.least_time("forward", RATES, pairs=10, dtype="fp16", **size)
     assert few.bound == "memory" and few.seconds == pytest.approx(traffic / 1e12)
-    both = roofline.floor("backward", RATES, pairs=10**6, dtype="fp16", **size)
-    parts = [roofline.floor(op, RATES, pairs=10**6, dtype="fp16", **size) for op in ("dgrad", "wgrad")]
+    both = roofline.least_time("backward", RATES, pairs=10**6, dtype="fp16", **size)
+    parts = [roofline.least_time(op, RATES, pairs=10**6, dtype="fp16", **size) for op in ("dgrad", "wgrad")]
     assert both.flops == sum(part.flops for part in parts)
     assert both.bytes == sum(part.bytes for part in parts) - 2 * 500 * 32  # dy is read once
 
@@ -613,7 +613,7 @@ def test_figures_become_tables_and_plots(tmp_path: Path, run: tuple[dict[str, An
     assert len(take("peers.json", rows=more)["rows"]) == 7
     results = tables.load(folder)
     speed = tables.speed_table(results)
-    assert "| 8x4 fp32 |" in speed and "| 8x4 fp32, K = 8, stride 2 |" in speed and "of floor" in speed
+    assert "| 8x4 fp32 |" in speed and "| 8x4 fp32, K = 8, stride 2 |" in speed and "of roofline" in speed
     assert "| 8x4 fp32, K = 8, stride 2 transposed |" in speed
     text = tables.peers_table(results)
     assert (

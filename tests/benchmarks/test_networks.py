@@ -173,11 +173,6 @@ def test_results_become_tables(measured: tuple[dict[str, Any], str], tmp_path: P
     assert len(again["networks"]["rows"]) == 1
 
 
-def test_without_results_the_tables_say_so() -> None:
-    for table in (tables.networks_table, tables.network_rows_table):
-        assert table([{"card": "GPU Y"}]) == "No run of `benchmarks/networks.py` has been recorded yet."
-
-
 def run(**options: Any) -> list[dict[str, Any]]:
     job = networks.Job("conv4", options.pop("scene", "grid_100"))
     return networks.run([job], options.pop("libraries", ["torch"]), CPU, repeats=1, **options)["rows"]

@@ -113,7 +113,7 @@ def test_plots_carry_the_figures_they_were_drawn_from(measured: dict[str, Any], 
 # ---- gate, sanitizer, emulator, times ----------------------------------------------------------------------
 
 
-def test_gate_verdicts_become_a_table(tmp_path: Path) -> None:
+def test_gate_verdicts_are_collected(tmp_path: Path) -> None:
     verdicts = [
         validation.Verdict(
             "a",
@@ -128,10 +128,9 @@ def test_gate_verdicts_become_a_table(tmp_path: Path) -> None:
     folder = tmp_path / "results"
     assert collect.main([str(tmp_path / "gate.json"), "--results", str(folder), *ORIGIN[2:]]) == 0
     (found,) = tables.load(folder)
-    text = tables.gate_table([found])
-    assert "GPU Y" in text and "1.20x as fast" in text and "driver 9.9" in text
-    assert "| `a` | – | – | max eta 1 | – | – | failed: 0.98x | no |" in text
-    assert "| `b` | – | – | max eta 2 | – | – | – | yes |" in text
+    assert (found["card"], found["driver"], found["board"]["ratio"]) == ("GPU Y", "9.9", 1.2)
+    assert [(row["subject"], row["allowed"]) for row in found["gate"]] == [("a", False), ("b", True)]
+    assert [check["detail"] for check in found["gate"][0]["checks"]] == ["max eta 1", "0.98x"]
 
 
 LOG = """========= COMPUTE-SANITIZER
@@ -143,7 +142,7 @@ sm90_f16_wgrad_64x64 C=8 box: rel-L2 1.1e-07 ok
 """
 
 
-def test_sanitizer_logs_become_a_table(tmp_path: Path) -> None:
+def test_sanitizer_logs_are_collected(tmp_path: Path) -> None:
     race, memory = tmp_path / "race.log", tmp_path / "memory.log"
     race.write_text(LOG.format(hazards=2))
     memory.write_text(LOG.split("========= RACECHECK")[0] + "========= ERROR SUMMARY: 0 errors\n")
@@ -155,8 +154,6 @@ def test_sanitizer_logs_become_a_table(tmp_path: Path) -> None:
         ("memcheck", 0, 3, 0),
     ]
     assert found["sanitizer"][0]["channels"] == [8, 64] and found["sanitizer"][0]["scenes"] == ["ball", "box"]
-    text = tables.sanitizer_table([found])
-    assert "| GPU Y | racecheck | 2: `sm80_f16_256x64x32_acc32` to `sm90_f16_wgrad_64x64` | 8, 64 |" in text
     race.write_text(LOG.format(hazards=0))  # the same tiles again: replaced
     assert collect.main(["--sanitizer", f"racecheck={race}", *options]) == 0
     (found,) = tables.load(tmp_path / "r")
@@ -227,24 +224,6 @@ def test_emulator_reports_show_agreement_and_disagreement(tmp_path: Path) -> Non
     text = tables.emulator_table(tables.load(tmp_path))
     assert "| `mma f16_f32` | all 1,000 | 998 of 1,000 |" in text
     assert "2,000 dot products, 0.999000000 of them equal" in text and "on sparse: a=[1.0]" in text
-
-
-def test_cost_of_promotion_is_that_of_the_fastest_tiles() -> None:
-    times = {
-        "sm80_f16_256x32x64_acc32": 2.0,
-        "sm80_f16_256x64x64_acc32": 1.0,
-        "sm80_f16_256x32x64_acc16p64": 1.5,
-        "sm80_f16_256x64x64_acc16p64": 1.25,
-        "sm80_bf16_256x64x64_acc32": 0.5,
-        "sm80_f32_256x64x32_3xtf32": 4.0,
-        "sm80_f32_wgrad_32x32_tf32": 0.1,
-    }
-    result = {"card": "GPU Y", "scene": "s", "driver": "1", "commit": "c", "date": "d"}
-    result["tiles"] = {name: {"64": {"ms": ms}} for name, ms in times.items()}
-    text = tables.cost_table([result])
-    assert "| fp16, fp32 | `sm80_f16_256x64x64_acc32` | 1.000 | 1.00 |" in text
-    assert "| fp16, fp16 promoted every 64 | `sm80_f16_256x64x64_acc16p64` | 1.250 | 1.25 |" in text
-    assert "| fp32, 3xTF32 | `sm80_f32_256x64x32_3xtf32` | 4.000 | 4.00 |" in text and "wgrad" not in text
 
 
 # ---- versions of torch -------------------------------------------------------------------------------------

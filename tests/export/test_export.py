@@ -302,12 +302,12 @@ def far(found: torch.Tensor, exact: torch.Tensor) -> float:
     ("policy", "accumulator", "bound"),
     [
         (PrecisionPolicy.always_f32, "fp32", 2e-6),
-        (PrecisionPolicy.auto_mixed, "fp32", 3e-3),
-        (PrecisionPolicy.auto_mixed_bf16, "fp32", 3e-2),
         (HALF_SUM, "fp16", 1e-2),
-        (PROMOTED, "fp16_promoted", 3e-3),
-        (RESCALED, "fp16", 3e-2),
-        (TF32, "fp32", 3e-3),
+        pytest.param(PrecisionPolicy.auto_mixed, "fp32", 3e-3, marks=pytest.mark.slow),
+        pytest.param(PrecisionPolicy.auto_mixed_bf16, "fp32", 3e-2, marks=pytest.mark.slow),
+        pytest.param(PROMOTED, "fp16_promoted", 3e-3, marks=pytest.mark.slow),
+        pytest.param(RESCALED, "fp16", 3e-2, marks=pytest.mark.slow),
+        pytest.param(TF32, "fp32", 3e-3, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_u_net_takes_voxels_of_any_coordinates(
@@ -423,6 +423,7 @@ class Small(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_two_packages_with_other_policies_in_one_process(device: torch.device, tmp_path: Path) -> None:
     model = Small().to(device).eval()
     for name, policy in (("exact", PrecisionPolicy.always_f32), ("short", HALF_SUM)):
@@ -453,6 +454,7 @@ def test_two_packages_with_other_policies_in_one_process(device: torch.device, t
         load(tmp_path / "foreign", engine="aot", trust_code=True)
 
 
+@pytest.mark.slow
 def test_a_package_is_loaded_by_another_process_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -198,12 +198,14 @@ def test_fault_28_equal_counts_do_not_share_maps(device: torch.device) -> None:
     assert kernel_map(a, 3) != kernel_map(b, 3)
     check_map(kernel_map(b, 3), brute_table(b.coords.cpu(), b.coords.cpu(), conftest.kernel_offsets(3)))
     # Output sets that come and go at the same address: the key must not outlive what it names.
+    gc.freeze()  # what other tests left is not looked through eight times
     for seed in range(8):
         out = CoordSet(conftest.random_coords(60, 5, seed=10 + seed).to(device))
         made = kernel_map(a, 2, out_coords=out)
         check_map(made, brute_table(a.coords.cpu(), out.coords.cpu(), made.offsets))
         del out, made
         gc.collect()
+    gc.unfreeze()
 
 
 # ---- cache and life ----------------------------------------------------------------------------------------
@@ -655,22 +657,22 @@ def test_gpu_plans_of_strided_maps(size: Any, stride: Any, dilation: int, spread
 
 
 def check_index(coords: torch.Tensor, index: HashIndex) -> None:
-    """Raises AssertionError unless the order keeps each brick's rows together and the table says where."""
-    order, table = index.order.cpu(), index.bricks.cpu()
+    """Raises AssertionError unless rows of a hash block are together in the order, where the table says."""
+    order, table = index.order.cpu(), index.hash_blocks.cpu()
     assert torch.equal(order.sort().values, torch.arange(len(coords), dtype=torch.int32))
-    bricks: dict[tuple[int, ...], tuple[int, int]] = {}
+    blocks: dict[tuple[int, ...], tuple[int, int]] = {}
     for rank, (b, x, y, z) in enumerate(coords[order.long()].tolist()):
-        brick = b, x >> 1, y >> 1, z >> 1
-        first, mask = bricks.get(brick, (rank, 0))
+        block = b, x >> 1, y >> 1, z >> 1
+        first, mask = blocks.get(block, (rank, 0))
         bit = 1 << ((x & 1) * 4 + (y & 1) * 2 + (z & 1))
         assert mask < bit and rank == first + mask.bit_count()  # neighbours in the order, cells ascending
-        bricks[brick] = first, mask | bit
-    assert sorted(map(tuple, table[table[:, 1] != -1][:, 2:].tolist())) == sorted(bricks.values())
+        blocks[block] = first, mask | bit
+    assert sorted(map(tuple, table[table[:, 1] != -1][:, 2:].tolist())) == sorted(blocks.values())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spread", [5, 300, 2000, 131_072])  # 22 to 64 bits of sort key
-def test_gpu_order_and_bricks_are_those_of_the_rows(spread: int) -> None:
+def test_gpu_order_and_blocks_are_those_of_the_rows(spread: int) -> None:
     coords = torch.unique(torch.randint(-spread, spread, (20_000, 3)), dim=0).int()
     coords = torch.cat([torch.randint(0, 1023, (len(coords), 1)).int(), coords], 1)
     coords = coords[torch.randperm(len(coords))]

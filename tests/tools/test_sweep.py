@@ -14,7 +14,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from voxmma.dispatch.record import Record
-from voxmma.tools import sweep, sweep_command, sweep_cost
+from voxmma.tools import sweep, sweep_command
 from voxmma.tools.sweep import Grid, Row
 from voxmma.verify import accuracy, trials
 from voxmma.verify.trials import MODES, Mode, Operands, Site
@@ -310,23 +310,6 @@ def test_command_says_what_the_budget_left_out(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "sweep.json").read_text())
     assert not saved["rows"] and [part["rows"] for part in saved["left_out"]] == [11, 11, 11]
     assert not (tmp_path / "sweep.png").exists()
-
-
-def test_estimate_counts_products_and_marks_what_a_budget_excludes() -> None:
-    grid = Grid(("fprop", "wgrad"), (FP32, FP16), (8, 64), (27, 1), ("signed", "relu"))
-    found = sweep_cost.estimate(torch.device("cuda"), grid, 300, 10)
-    blocks = found["blocks"]
-    assert [(block["volume"], block["channels"]) for block in blocks] == [(27, 8), (27, 64), (1, 8), (1, 64)]
-    flop = 2 * found["pairs"]["27"] * 64**2  # of one product
-    # two families and modes: ten runs of each op, and one forward pass before the weight gradient
-    assert blocks[1]["kernel_tflop"] * 1e12 == pytest.approx(2 * 2 * (10 + 10 + 1) * flop)
-    assert blocks[1]["reference_tflop"] * 1e12 == pytest.approx(2 * 2 * 2 * flop)  # ops, families, y and abs
-    assert blocks[1]["seconds"] > blocks[0]["seconds"] > 0
-    assert found["seconds"] == pytest.approx(sum(block["seconds"] for block in blocks))
-    done = command(
-        "--dry-run", "--device", "cuda", "--channels", "8,512", "--voxels", "2000", "--budget", "1"
-    )
-    assert done.exit_code == 0 and "TFLOP" in done.stdout and "in part" in done.stdout
 
 
 @pytest.mark.parametrize(

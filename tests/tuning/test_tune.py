@@ -571,8 +571,45 @@ def test_candidates_are_the_legal_tiles_the_gate_admits(build: None, monkeypatch
     bad = "sm90_f16_256x64x64_acc16"
     monkeypatch.setattr(validation, "on_record", lambda name, device: check if name == bad else fine)
     names, refused = tuner.candidates(replace(on_gpu, accumulator="fp16"), "fwd")
-    assert bad not in names and refused == {bad: "gate: bound: 1 of 0.1"}
+    assert bad not in names and refused == {bad: "validation: bound: 1 of 0.1"}
     assert names and all("acc16" in name for name in names)
+
+
+def test_the_setting_says_how_many_candidates_are_measured(build: None) -> None:
+    on_gpu = replace(case(64), mapping=SimpleNamespace(device=GPU, kernel_volume=27), dtype=torch.float16)
+    found = {}
+    for word in settings.ALGO_MODE_WORDS:
+        with settings.override(fwd_algo_mode=(word,)):
+            found[word], refused = tuner.candidates(on_gpu, "fwd")
+            assert len(set(found[word])) == len(found[word]) and not refused
+            assert HEURISTIC in found[word] and len(tuner.candidates(on_gpu, "wgrad")[0]) > tuner.TRIMMED
+    legal = [tile.name for tile in kernels.legal("fwd", torch.float16, "fp32", selection.card(GPU))]
+    assert found["all"] == legal and set(legal) - set(found["auto"]) == {"simt_f16"}
+    assert found["trimmed"][0] == HEURISTIC and len(found["trimmed"]) == tuner.TRIMMED < len(found["auto"])
+    for place, name in enumerate(
+        found["trimmed"][1:], 1
+    ):  # each is the choice where those before are not there
+        assert select(mode=tuple(set(found["auto"]) - set(found["trimmed"][:place]))).name == name
+
+
+@pytest.mark.parametrize(
+    ("word", "timed"), [("trimmed", {"quick"}), ("auto", {"quick"}), ("all", {"slow", "quick"})]
+)
+def test_hopeless_tiles_are_timed_to_the_end_under_all_alone(
+    word: str, timed: set[str], fake_tiles: None, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raced: list[set[str]] = []
+    honest = timing.Clock.race
+
+    def race(self: timing.Clock, runs: Any, **more: Any) -> Any:
+        raced.append(set(runs))
+        return honest(self, runs, **more)
+
+    monkeypatch.setattr(timing.Clock, "race", race)
+    monkeypatch.setattr(tuner, "HOPELESS", 1.2)  # slow takes 1.5 times what quick takes
+    with settings.override(fwd_algo_mode=(word,)):
+        (result,) = voxmma.tune([case()], ops=["fwd"], repeats=2).results
+    assert raced == [{"slow", "quick"}, timed] and set(result.ms) == {"slow", "quick"}
 
 
 def test_nothing_to_tune_is_an_error() -> None:

@@ -2,7 +2,7 @@
 
     report = voxmma.convert.load(model, torch.load("spconv.pth"), "spconv", rename={"conv_input.0": "stem.0"})
 
-A layout is the order in which a library stores the weights of a convolution; the keys are the affair of the
+A layout is the order in which a library stores the weights of a convolution; the keys are those of the
 model, and `rename` maps them.
 """
 

@@ -396,7 +396,13 @@ def get_deterministic() -> bool:
 
 
 def get_algo_mode(op: str) -> AlgoMode:
-    """The tile pool of `op` ('fwd', 'dgrad', 'wgrad'): a word of ALGO_MODE_WORDS or tile names."""
+    """The tiles that `op` ('fwd', 'dgrad', 'wgrad') may take: a word of ALGO_MODE_WORDS or tile names.
+
+    The words differ in what `voxmma tune` measures: under 'trimmed' the few tiles that the heuristic ranks
+    first, under 'auto' all but the hopeless, under 'all' every legal one. Under each of them a call takes the
+    tile that was measured fastest, else the heuristic's; under 'all' fp16-accumulator tiles may run without
+    the flag, where a validation record allows them.
+    """
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     return _effective(f"{op}_algo_mode") or ("auto",)

@@ -132,27 +132,27 @@ class ComputeSpec:
         default = self.input if self.input.is_half else Precision.F32
         object.__setattr__(self, "output", default if self.output is None else _precision(self.output))
         if self.accumulator not in (Precision.F32, Precision.F16):
-            raise PolicyError(f"an accumulator is f32 or f16, not {self.accumulator.value}")
+            raise PolicyError(f"an accumulator is fp32 or fp16, not {self.accumulator.value}")
         if self.accumulator is Precision.F16:
             if not self.input.is_half:
-                raise PolicyError(f"{self.input.value} operands need an f32 accumulator")
+                raise PolicyError(f"{self.input.value} operands need an fp32 accumulator")
             if self.input is Precision.BF16 and not self.rescale:
                 raise PolicyError(
-                    "no tensor core adds bf16 products in f16; ask for rescale=True (operands converted to "
-                    "fp16 with a power-of-two scale) or an f32 accumulator"
+                    "no tensor core adds bf16 products in fp16; ask for rescale=True (operands converted to "
+                    "fp16 with a power-of-two scale) or an fp32 accumulator"
                 )
         if self.rescale and not (self.input is Precision.BF16 and self.accumulator is Precision.F16):
-            raise PolicyError("rescale belongs to bf16 operands with an f16 accumulator")
+            raise PolicyError("rescale belongs to bf16 operands with an fp16 accumulator")
         if self.chunk is not None:
             if self.accumulator is not Precision.F16:
-                raise PolicyError("a chunk belongs to an f16 accumulator; an f32 sum is not promoted")
+                raise PolicyError("a chunk belongs to an fp16 accumulator; an fp32 sum is not promoted")
             if isinstance(self.chunk, bool) or self.chunk not in CHUNKS:
                 raise PolicyError(
                     f"chunk is one of {', '.join(map(str, CHUNKS))} or None, not {self.chunk!r}"
                 )
         result = self.output_format
         if result is not Precision.F32 and result is not default:
-            raise PolicyError(f"{self.input.value} operands give f32 or {default.value}, not {result.value}")
+            raise PolicyError(f"{self.input.value} operands give fp32 or {default.value}, not {result.value}")
 
     @property
     def output_format(self) -> Precision:
@@ -234,7 +234,7 @@ class PrecisionPolicy:
     def __post_init__(self) -> None:
         by_kind = dict(zip(OpKind, self.kinds, strict=True))
         if by_kind[OpKind.Boundary] is not Precision.F32:
-            raise PolicyError("Boundary is always f32")
+            raise PolicyError("Boundary is always fp32")
         for kind in (OpKind.Reduction, OpKind.Elementwise, OpKind.DataMovement):
             if by_kind[kind] is Precision.TF32:
                 raise PolicyError(f"tf32 is a way to multiply: it fits Compute, not {kind.value}")
@@ -242,14 +242,14 @@ class PrecisionPolicy:
             self.reduction_inside is not Precision.F32
             and self.reduction_inside is not by_kind[OpKind.Reduction]
         ):
-            raise PolicyError("a reduction adds up in f32 or in the precision of its operands")
+            raise PolicyError("a reduction adds up in fp32 or in the precision of its operands")
         if self.forward.input is not by_kind[OpKind.Compute]:
             compute = by_kind[OpKind.Compute].value
             raise PolicyError(
                 f"Compute is {compute} but the forward product takes {self.forward.input.value}"
             )
         if self.wgrad.accumulator is not Precision.F32:
-            raise PolicyError("the weight gradient always accumulates in f32")
+            raise PolicyError("the weight gradient always accumulates in fp32")
 
     @classmethod
     def custom(
@@ -261,16 +261,16 @@ class PrecisionPolicy:
         wgrad: ComputeSpec | None = None,
         reduction_inside: Precision | str = Precision.F32,
     ) -> PrecisionPolicy:
-        """A policy of one's own. Kinds not named are f32.
+        """A policy of one's own. Kinds not named are fp32.
 
         Args:
             kinds: kind (member or name) to precision.
             forward, dgrad, wgrad: the products in detail. ``forward`` defaults to Compute's precision with an
-                f32 accumulator, ``dgrad`` to ``forward``, ``wgrad`` to the forward operands with f32 sums and
+                fp32 accumulator, ``dgrad`` to ``forward``, ``wgrad`` to the forward operands, fp32 sums and
                 result.
-            reduction_inside: f32, or the precision of Reduction.
+            reduction_inside: fp32, or the precision of Reduction.
 
-        Raises PolicyError for an unknown kind or precision, a Boundary other than f32, or an illegal product.
+        Raises PolicyError for an unknown kind or precision, a Boundary other than fp32, an illegal product.
         """
         table = dict.fromkeys(OpKind, Precision.F32)
         for key, value in kinds.items():
@@ -778,8 +778,8 @@ def _not_while_compiling() -> None:
 def activate(policy: PrecisionPolicy, switches_only: bool = False) -> AppliedPolicy:
     """What ``with policy:`` does, until `AppliedPolicy.revert`.
 
-    Compute in f32 has TF32 (on a CPU bf16, too) off, tf32 has it on; f16 and bf16 leave those switches alone,
-    but with f32 accumulators have PyTorch's libraries add up in float32.
+    Compute in fp32 has TF32 (on a CPU bf16, too) off, tf32 has it on; fp16, bf16 leave those switches alone,
+    but with fp32 accumulators have PyTorch's libraries add up in fp32.
 
     The switches and this library's accumulator setting are process-wide, the casts belong to this
     thread. ``switches_only`` leaves it at the switches.
@@ -888,9 +888,8 @@ def apply_policy(
     stay as they are.
 
     Args:
-        module: the model, or any part of one. Compile it with `voxmma.precision.policy_graph.policy_backend`
-        instead of
-            this when it goes through torch.compile.
+        module: the model, or any part of one. One that goes through torch.compile is compiled with
+            `voxmma.precision.policy_graph.policy_backend` instead.
         policy: a policy, its name or its record.
         overrides: policies of parts, by module name with shell wildcards (``{"head*": "always_f32"}``).
 
@@ -937,7 +936,7 @@ def apply_policy(
             kind = kind_of(part)
             if kind is None and any(True for _ in part.children()):
                 continue
-            note = "" if kind is not None else "unknown class: its functions decide, unknown ones run in f32"
+            note = "" if kind is not None else "unknown class: its functions decide, unknown ones run in fp32"
             if isinstance(part, SparseConv3d):
                 note = set_sparse_layer(part, own, applied._undo)
             precision = own.precision_for(kind).value

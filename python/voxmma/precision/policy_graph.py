@@ -5,9 +5,9 @@ exactly as the rule book of `voxmma.policy` says, needed or not. Then redundant 
 
 * ``same``: the value already has that dtype;
 * ``repeated``: the same value was already cast to that dtype;
-* ``widened``: a cast to float32 whose result is only cast back or onwards; float32 holds every 16-bit value,
-  so the second cast can start from the narrow value (f16 -> f32 -> f16 disappears, f32 -> f16 -> f32 rounds
-  and stays);
+* ``widened``: a cast to fp32 whose result is only cast back or onwards; fp32 holds every 16-bit value,
+  so the second cast can start from the narrow value (fp16 -> fp32 -> fp16 disappears,
+  fp32 -> fp16 -> fp32 rounds and stays);
 * ``unused``: nobody reads the result.
 
 Casts the graph had before are subject to the same rules and counted with them.

@@ -64,7 +64,7 @@ class HashIndex(NamedTuple):
 
     order: torch.Tensor
     """(N,) int32 rows along a Morton curve"""
-    bricks: torch.Tensor
+    hash_blocks: torch.Tensor
     """(slots, 4) int32 hash table of its 2x2x2 blocks"""
 
 
@@ -230,8 +230,8 @@ class CoordSet:
     # ---- indexing ------------------------------------------------------------------------------------------
 
     def _index_cuda(self) -> tuple[int, int, int, int]:
-        order, bricks, (bad, duplicate, twin, *bounds) = _C.index_coords(self.coords)
-        self._set_hashed(order, bricks)
+        order, hash_blocks, (bad, duplicate, twin, *bounds) = _C.index_coords(self.coords)
+        self._set_hashed(order, hash_blocks)
         if self.num == 0:
             return bad, duplicate, twin, -1
         self._index.bounds = tuple(bounds)
@@ -297,8 +297,8 @@ class CoordSet:
     def _hash(self) -> tuple[torch.Tensor, ...]:
         return _C.index_coords(self.coords, self.bounds)[:2]  # not indexed at construction: known to be valid
 
-    def _set_hashed(self, order: torch.Tensor, bricks: torch.Tensor) -> None:
-        self._index.hashed = Made((order, bricks), _HASHED)
+    def _set_hashed(self, order: torch.Tensor, hash_blocks: torch.Tensor) -> None:
+        self._index.hashed = Made((order, hash_blocks), _HASHED)
 
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
         """Rows (M,) int64 of any (M, 4) integers on the same device, -1 where the set has none.

@@ -127,7 +127,7 @@ def _kernel(geometry: Geometry) -> str:
 def _make_cuda(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
     """The output set and its index."""
     bounds = reach(source.bounds, geometry, to_children)
-    coords, order, bricks, count, outside = _C.derive_coords(
+    coords, order, hash_blocks, count, outside = _C.derive_coords(
         source.coords, *geometry, to_children, bounds, CHUNK, limit
     )
     if outside:
@@ -135,7 +135,7 @@ def _make_cuda(source: CoordSet, geometry: Geometry, to_children: bool, limit: i
     if count > limit:
         raise _too_many(count, limit, source.num)
     made = CoordSet.trusted(coords, source.batch_size, bounds)
-    made._set_hashed(order, bricks)
+    made._set_hashed(order, hash_blocks)
     return made
 
 

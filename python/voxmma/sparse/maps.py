@@ -671,10 +671,10 @@ def _plan_rule(geometry: Geometry, reverse: bool) -> tuple[Any, ...]:
 
 def _build_cuda(in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, reverse: bool) -> Direction:
     """The tile plan; symmetry saves nothing there."""
-    in_order, bricks = in_coords.hash_index()
+    in_order, hash_blocks = in_coords.hash_index()
     out_order = out_coords.hash_index().order
     *tensors, stats, pairs = _C.build_plan(
-        out_coords.coords, out_order, bricks, in_order, *_plan_rule(geometry, reverse)
+        out_coords.coords, out_order, hash_blocks, in_order, *_plan_rule(geometry, reverse)
     )
     tensors.append(_size(in_coords, out_coords))
     return Direction(tensors, None, stats) if pairs < 0 else Direction(tensors, pairs)

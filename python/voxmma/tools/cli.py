@@ -89,7 +89,7 @@ def tiles(
     judge: Annotated[
         bool,
         typer.Option(
-            "--gate", help="Measure every fp16-accumulator tile here and record the gate's verdicts."
+            "--gate", help="Validate every fp16-accumulator tile on this device, and record the verdicts."
         ),
     ] = False,
     as_json: Json = False,

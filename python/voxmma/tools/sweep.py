@@ -3,9 +3,8 @@
 Each row is one operation (forward, input gradient, weight gradient) in one mode, at one channel count, kernel
 volume and input family. All cells are compared. Repeats must equal the first run bit by bit; one that does
 not is compared with fp64 too, and the worst is kept. The fp64 result belongs to the operands: it is computed
-once for a case and shared by all accumulators of an input format. `run` measures and returns plain data,
-voxmma.tools.sweep_show makes tables and plots of it, voxmma.tools.sweep_cost says beforehand what it will
-take.
+once and shared by all accumulators of an input format. `run` measures and returns plain data,
+voxmma.tools.sweep_show makes tables and plots of it.
 
 A row fails on a non-finite cell, a cell above its bound, repeats that differ, or an fp16 accumulator whose
 error is no larger than that of fp32: then the fp16 path never ran.

@@ -39,7 +39,6 @@ def sweep(
     budget: Annotated[
         float | None, typer.Option(help="Seconds after which no further row is begun.", min=0)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only estimate the work and its time.")] = False,
     plots: Annotated[bool, typer.Option(help="Draw sweep.png, which needs matplotlib.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -49,7 +48,7 @@ def sweep(
     seconds, so that a run that is cut off keeps what it has. The exit code is 1 if a bound is broken, a cell
     is not finite, repeats differ, or an fp16 accumulator shows no fp16 error.
     """
-    from voxmma.tools import console, sweep_cost, sweep_show
+    from voxmma.tools import console, sweep_show
     from voxmma.tuning import machine
 
     target = torch.device(device) if device else machine.usable_devices()[-1]
@@ -60,10 +59,6 @@ def sweep(
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if dry_run:
-        estimate = sweep_cost.estimate(target, grid, voxels, repeats, budget)
-        console.show(estimate, sweep_cost.render(estimate), as_json)
-        return
     with console.progress(len(grid.cases())) as advance:
         keep = partial(sweep_show.write, out)
         result = run(target, grid, voxels, repeats, advance, budget=budget, keep=keep)

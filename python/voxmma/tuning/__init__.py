@@ -1,1 +1,1 @@
-"""What is measured on a device: times of tiles, and the gate for fp16 accumulators."""
+"""What is measured on a device: times of tiles, and the validation of fp16-accumulator tiles."""

@@ -1,16 +1,16 @@
-"""The gate: what must be shown before an fp16 accumulator runs, and the proof on record. It fails closed.
+"""Validation of fp16-accumulator tiles (`voxmma tiles --gate`): what is measured before one may run.
 
-In this order, and evidence that is missing counts as failed:
+In this order; what was not measured counts as failed:
 
 1. legality: fp16 operands (bf16 after a rescale, voxmma.verify.overflow), never a weight gradient;
 2. overflow certificate: no partial sum can pass 65504 (voxmma.verify.overflow);
 3. no non-finite cell, every cell within the worst-case bound (accuracy.bound), repeats equal bit by bit;
 4. rel-L2 on signed inputs within the budget;
 5. for the automatic rule only: a speed-up over fp32 accumulators measured on this very device. An explicit
-   request is a contract, to which speed is no objection.
+   request runs a tile that is no faster, too.
 
 Whether fp16 accumulation is faster is a property of the board, not of its compute capability: `board` asks
-the matrix units themselves. Boards and verdicts are kept in VOXMMA_CACHE_DIR under the device's UUID, the
+the matrix units themselves. Rates and verdicts are kept in VOXMMA_CACHE_DIR under the device's UUID, the
 driver and the kernel build, so a change of any of them makes them void.
 """
 
@@ -40,10 +40,10 @@ from voxmma.verify.trials import Mode, Site
 MIN_GAIN = 1.03
 #: rel-L2 that an fp16 accumulator may show on signed inputs; 27 x 256 products reach 4.4e-3 on Ampere.
 BUDGET = 5e-3
-#: The regression case of every tile: 3x3x3 at 32 channels (on a GPU 200,000 voxels and more), where a skipped
-#: wait once looked like saturation.
+#: Channels of what every tile is measured on, 3x3x3 (on a GPU 200,000 voxels and more): there a skipped wait
+#: once looked like saturation.
 CHANNELS = 32
-#: Voxels of the second case of a GPU's tiles, whose sums are made in parts (docs/precision.md).
+#: Voxels of a second scene on a GPU, where sums are made in parts (docs/precision.md).
 SMALL = 1000
 
 
@@ -61,7 +61,7 @@ def judge(
     budget: float = BUDGET,
     gain: float | None = None,
 ) -> Verdict:
-    """Applies the gate to evidence. What is None was not measured and fails.
+    """The verdict on what was measured. What is None was not, and fails.
 
     Args:
         subject: what is judged, such as a tile's name. op: 'fprop', 'dgrad' or 'wgrad'.

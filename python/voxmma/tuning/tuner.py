@@ -3,10 +3,11 @@
     voxmma.tune(model, x)                    # every sparse convolution that model(x) runs
     voxmma.tune([Case(...), ...])
 
-Measured are the tiles of the compiled table that are legal for the call's operation, dtype and accumulator
-(never another accumulator), that no record of the gate speaks against, and whose result here is within its
-worst-case bound of fp64. They take turns, in the median of several rounds. The measurements go to
-voxmma.dispatch.measurements; explain() and audit() say 'tuned' where one decided.
+Measured are tiles of the compiled table that are legal for the call's operation, dtype and accumulator
+(never another accumulator), that no validation record speaks against, and whose result here is within its
+worst-case bound of fp64; how many, says settings.get_algo_mode (`candidates`). They take turns, in the
+median of several rounds. The measurements go to voxmma.dispatch.measurements; explain() and audit() say
+'tuned' where one decided.
 
 Nothing here runs unless it is called. In a job with a process group every rank calls tune() with the same
 model; the work is divided, and all ranks leave with the same measurements.
@@ -44,6 +45,8 @@ from voxmma.verify.plan import _observe
 OPS = settings.OPS
 #: A tile that takes so many times the fastest's time after a first look is not measured further.
 HOPELESS = 2.0
+#: How many tiles are measured under `trimmed`, the heuristic's among them.
+TRIMMED = 4
 _FIRST_LOOK = 3
 
 
@@ -208,36 +211,48 @@ def _case(name: str, weight: Tensor, mapping: KernelMap, record: Record) -> Case
 
 
 def candidates(case: Case, op: str) -> tuple[list[str], dict[str, str]]:
-    """Tiles to measure, and by name those that the gate has on record as wrong, with the reason.
+    """Tiles to measure, and by name those that are on record as wrong, with the reason.
 
-    Plain FMAs on 16-bit operands are many times slower than any matrix unit: only where the heuristic takes
-    them.
+    Under `all` every legal tile. Plain FMAs on 16-bit operands are many times slower than any matrix unit:
+    otherwise they are measured only where the heuristic takes them. Under `trimmed` the TRIMMED tiles that
+    the heuristic ranks first.
     """
     key, device = case.key(op), case.mapping.device
     if device.type != "cuda":
         return [_heuristic(case, op)], {}
-    dtype = next(dtype for dtype, name in DTYPE_NAMES.items() if name == key.dtype)
-    default = _heuristic(case, op)
+    (word, *_), default = settings.get_algo_mode(op), _heuristic(case, op)
     names, refused = [], {}
-    for tile in legal(op, dtype, key.accumulator, card(device), key.precision):
-        if tile.atom == "SIMT" and key.dtype != "fp32" and tile.name != default:
+    for tile in legal(op, _compute_dtype(key), key.accumulator, card(device), key.precision):
+        if word != "all" and tile.atom == "SIMT" and key.dtype != "fp32" and tile.name != default:
             continue
         if tile.accum.startswith("fp16"):
             verdict = validation.on_record(tile.name, device)
             if not verdict.runs_on_request:
-                refused[tile.name] = f"gate: {verdict.reason}"
+                refused[tile.name] = f"validation: {verdict.reason}"
                 continue
         names.append(tile.name)
-    return names, refused
+    return _ranked(case, op, names)[:TRIMMED] if word == "trimmed" else names, refused
 
 
-def _heuristic(case: Case, op: str) -> str:
-    """The tile that is chosen without measurements."""
+def _ranked(case: Case, op: str, names: Sequence[str]) -> list[str]:
+    """`names` in the order in which the heuristic would take them."""
+    rest, ranked = list(names), []
+    while rest:
+        ranked.append(_heuristic(case, op, tuple(rest)))
+        rest.remove(ranked[-1])
+    return ranked
+
+
+def _compute_dtype(key: Key) -> torch.dtype:
+    return next(dtype for dtype, name in DTYPE_NAMES.items() if name == key.dtype)
+
+
+def _heuristic(case: Case, op: str, mode: settings.AlgoMode = ("auto",)) -> str:
+    """The tile that is chosen without measurements, of those that `mode` names."""
     key = case.key(op)
-    dtype = next(dtype for dtype, name in DTYPE_NAMES.items() if name == key.dtype)
     return select_tile(
-        op, dtype, key.accumulator, key.c_in, key.c_out, key.groups, case.mapping.device,
-        fp32_precision=key.precision,
+        op, _compute_dtype(key), key.accumulator, key.c_in, key.c_out, key.groups, case.mapping.device,
+        mode, fp32_precision=key.precision,
     ).name  # fmt: skip
 
 
@@ -378,6 +393,8 @@ def _proved(
 def measure(case: Case, op: str, repeats: int, found: Bench | None = None) -> tuple[Result, Body | None]:
     """Measures the candidates of one operation. No measurement comes back where there is nothing to choose.
 
+    Those that a first look finds HOPELESS are not timed further, but under `all`.
+
     Args:
         found: the operands of `case`, for several operations of it.
     """
@@ -394,7 +411,8 @@ def measure(case: Case, op: str, repeats: int, found: Bench | None = None) -> tu
         look = clock.race(runs, repeats=_FIRST_LOOK)
         least = min(timing.median for timing in look.values())
         result.ms = {name: timing.ms for name, timing in look.items()}
-        close = {name: run for name, run in runs.items() if look[name].median <= HOPELESS * least}
+        slowest = math.inf if settings.get_algo_mode(op)[0] == "all" else HOPELESS * least
+        close = {name: run for name, run in runs.items() if look[name].median <= slowest}
         result.ms |= {name: timing.ms for name, timing in clock.race(close).items()}
     owner = measurements.owner_of(device)
     if owner is None or not result.ms:

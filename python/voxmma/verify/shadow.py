@@ -7,8 +7,9 @@
 
 One call in `every` of each sparse convolution layer is checked: `rows` of its output rows, all channels,
 against fp64 on the very operands the kernel read, held to the worst-case bound of the mode that ran
-(accuracy.bound). Such a call waits for the device; the others cost a counter. On a breach the layer is set to
-fp32 accumulators, which an explicit False makes final, with one warning and an entry in `breaches`.
+(accuracy.bound). Such a call waits for the device; the others cost a counter. Where a row is outside its
+bound the layer is set to fp32 accumulators, which an explicit False makes final, with one warning and an
+entry in `breaches`.
 
 A model may run in several threads at once. A copy of a watched model (deepcopy, pickle, an EMA) is a plain
 one: `verify` it, too.

@@ -1,4 +1,4 @@
-"""Convolutions in every precision mode on generated operands, for sweeps and for the gate."""
+"""Convolutions in every precision mode on generated operands, for sweeps and for validation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ MODES: dict[str, Mode] = {
 }
 
 
-# ---- what cases share ------------------------------------------------------------------------------------
+# ---- what rows share -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def site(x: Voxels, kernel_size: int) -> Site:
 
 @dataclass(frozen=True)
 class Operands:
-    """Tensors of one case and its fp64 result. For TF32: fp32 operands, the result of rounded ones."""
+    """Operands of one row and its fp64 result. For TF32: fp32 operands, the result of rounded ones."""
 
     x: Tensor
     weight: Tensor
@@ -108,7 +108,7 @@ class Operands:
 def draw(
     op: str, family: str, dtype: torch.dtype, channels: int, where: Site, tf32: bool = False
 ) -> Operands:
-    """Operands of a case on the site's device; the reduction of `op` sees what the family is about."""
+    """Operands of a row on the site's device; the reduction of `op` sees what the family is about."""
     device = where.mapping.device
     volume, rows = where.mapping.kernel_volume, where.mapping.in_coords.num
     generator = torch.Generator(device)
@@ -133,11 +133,11 @@ def draw(
     return Operands(first, weight, dy, *accuracy.reference_wgrad(read(first), read(dy), where.pairs))
 
 
-# ---- one case --------------------------------------------------------------------------------------------
+# ---- one row ---------------------------------------------------------------------------------------------
 
 
 def execute(op: str, mode: Mode, given: Operands, where: Site) -> Iterator[tuple[Tensor, Record]]:
-    """The library's own result of a case and the record of what ran, computed anew each time it is asked for.
+    """The library's own result of a row and the record of what ran, computed anew each time it is asked for.
 
     A gradient's forward pass runs once.
     """
@@ -179,7 +179,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def limit_of(op: str, mode: Mode, accumulator: str, channels: int, where: Site) -> Bound:
-    """The bound of a case that ran with `accumulator`. Weight gradients come out in fp32 (fp64)."""
+    """The bound of a row that ran with `accumulator`. Weight gradients come out in fp32 (fp64)."""
     n, offsets = where.reduction(op, channels)
     wide = torch.promote_types(mode.dtype, torch.float32)
     name, chunk = parse_accumulator(accumulator)

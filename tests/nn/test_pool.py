@@ -277,7 +277,7 @@ def test_layers_are_their_functions(device: torch.device) -> None:
     assert low.coord_set is nn.SparseConv3d(4, 4, 2, 2, device=device)(x).coord_set
     assert torch.equal(nn.Unpool(2)(low).feats, F.unpool(low, 2).feats)
     assert "stride=(2, 2, 2)" in repr(nn.SparseMaxPool3d(2)) and "padding" in repr(
-        nn.SparseMaxPool3d(3, 2, 1, 0)
+        nn.SparseMaxPool3d(3, 2, dilation=1, padding=0)
     )
     for layer, bad in itertools.product(
         layers.values(), ({"kernel_size": 0}, {"kernel_size": 2, "stride": 0})

@@ -42,7 +42,7 @@ def resolve_map(
         made = build_kernel_map(
             x.coord_set,
             kernel_size,
-            dilation,
+            dilation=dilation,
             stride=stride,
             padding=padding,
             out_coords=target,

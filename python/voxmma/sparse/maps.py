@@ -497,8 +497,8 @@ def _restore(
 def kernel_map(
     in_coords: CoordSet | Voxels,
     kernel_size: int | Sequence[int],
-    dilation: int | Sequence[int] = 1,
     *,
+    dilation: int | Sequence[int] = 1,
     stride: int | Sequence[int] = 1,
     padding: int | Sequence[int] | None = None,
     out_coords: CoordSet | Voxels | None = None,

@@ -298,6 +298,88 @@ def operators_table(results: list[Result]) -> str:
     return "\n\n".join(blocks) or "No run of `benchmarks/operators.py` has been recorded yet."
 
 
+_NETWORKS = {
+    "spunet": "SpUNet",
+    "minkunet34c": "MinkUNet34C",
+    "second": "SECOND backbone",
+    "resnet21d": "ResNet21D",
+    "vae": "VAE decoder",
+}
+
+
+def _network(row: Result) -> str:
+    """Such as 'SpUNet, indoor_scannet x 4', 'conv 64, grid_10000'."""
+    name = row["network"]
+    title = _NETWORKS.get(name) or f"3x3x3, C = {name.removeprefix('conv')}"
+    return f"{title}, {row['scene']}" + (f" x {row['batch']}" if row["batch"] > 1 else "")
+
+
+def _networks_caption(result: Result) -> str:
+    part = result["networks"]
+    origin = _origin(part, part["environment"]["torch"])
+    return f"**{result['card']}**, {part['dtype']}, medians of {part['repeats']}; {origin}."
+
+
+def networks_table(results: list[Result]) -> str:
+    """Whole networks, without single layers: ours, and in brackets our part of spconv's in the same run."""
+    blocks = []
+    for result in _gpus_first(results, "networks"):
+        rows = [row for row in result["networks"]["rows"] if row["network"] in _NETWORKS]
+        theirs = {_network(row): row for row in rows if row["lib"] == "spconv"}
+        cells = []
+        for row in (row for row in rows if row["lib"] == "voxmma" and "infer_ms" in row):
+            peer, line = theirs.get(_network(row), {}), [_network(row), f"{row['voxels']:,}"]
+            for what, pattern in (
+                ("infer_ms", ".2f"), ("gpu_ms", ".2f"), ("infer_mib", ".0f"),
+                ("train_ms", ".1f"), ("train_gpu_ms", ".2f"), ("train_mib", ".0f"),
+            ):  # fmt: skip
+                ours, other = row.get(what), peer.get(what)
+                ratio = f" ({ours / other:.2f})" if ours is not None and other else ""
+                line.append(_number(ours, pattern) + ratio)
+            cells.append([*line, _number(row["rel_l2"], ".1e"), _number(peer.get("rel_l2"), ".1e")])
+        header = ["network, scene", "voxels", "infer ms", "GPU ms", "MiB", "train ms", "GPU ms", "MiB"]
+        versions = sorted({row["version"] for row in theirs.values()})
+        caption = _networks_caption(result)
+        if theirs:
+            caption += f" In brackets: part of what spconv {', '.join(versions)} takes in the same run."
+        if cells:
+            blocks.append(f"{caption}\n\n{_markdown([*header, 'rel-L2', 'spconv'], cells)}")
+    return "\n\n".join(blocks) or "No run of `benchmarks/networks.py` has been recorded yet."
+
+
+def network_rows_table(results: list[Result]) -> str:
+    """Every row of benchmarks/networks.py, per card."""
+    blocks = []
+    for result in _gpus_first(results, "networks"):
+        rows, reasons = [], {}
+        for row in result["networks"]["rows"]:
+            name = f"{row['lib']} {row['version']}".strip()
+            for kind in ("error", "unsupported", "train_error"):
+                if kind in row:
+                    reasons.setdefault(row[kind], []).append(f"{name}, {_network(row)}")
+            if "infer_ms" not in row:
+                continue
+            line = [_network(row), f"{row['voxels']:,}", name]
+            for what, pattern in (
+                ("infer_ms", ".3f"), ("kept_ms", ".3f"), ("gpu_ms", ".3f"), ("idle", ".0%"),
+                ("kernels", "d"), ("infer_mib", ".0f"), ("train_ms", ".3f"), ("train_gpu_ms", ".3f"),
+                ("train_idle", ".0%"), ("train_kernels", "d"), ("train_mib", ".0f"), ("rel_l2", ".1e"),
+                ("rel_l2_fp32", ".1e"),
+            ):  # fmt: skip
+                line.append(_number(row.get(what), pattern))
+            apart = row["cells_missing"] or row["cells_more"]
+            line[-2] += f", cells -{row['cells_missing']} +{row['cells_more']}" if apart else ""
+            rows.append(line)
+        header = [
+            "network, scene", "voxels", "library", "infer ms", "maps kept", "GPU ms", "idle", "kernels",
+            "MiB", "train ms", "GPU ms", "idle", "kernels", "MiB", "rel-L2", "fp32",
+        ]  # fmt: skip
+        failed = [f"* {why}: {', '.join(labels)}" for why, labels in reasons.items()]
+        failed = ["Without figures:", "\n".join(failed)] if failed else []
+        blocks.append("\n\n".join([_networks_caption(result), _markdown(header, rows), *failed]))
+    return "\n\n".join(blocks) or "No run of `benchmarks/networks.py` has been recorded yet."
+
+
 def _moves_table(moves: list[Result]) -> str:
     """Operations that only move data, and what their floors count."""
     rows, notes = [], {}
@@ -828,6 +910,8 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "demo": demo_table,
     "emulator": emulator_table,
     "gate": gate_table,
+    "network_rows": network_rows_table,
+    "networks": networks_table,
     "operators": operators_table,
     "peers": peers_table,
     "plots": plots_block,

@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 import voxmma
 from voxmma import nn as vnn
-from voxmma import tiles, torchflags
+from voxmma import torchflags
+from voxmma.dispatch.selection import card
 from voxmma.export import artefact as export
 from voxmma.export import mapped
 from voxmma.nn import functional as F
 from voxmma.ops import rescale
+from voxmma.ops.kernels import compiled
 from voxmma.precision import policy
 from voxmma.tools import demo, doctor, speedbench
 from voxmma.tuning import gate, tuner
@@ -203,7 +205,7 @@ def _policies(d: Data) -> list[Any]:
 
 def _mapped(d: Data) -> list[Any]:
     (given,) = mapped.with_maps(copy.deepcopy(d.net), (d.x,))
-    return [tree_leaves(given)]
+    return [*d.net(given)]
 
 
 def _frozen(d: Data) -> list[Any]:
@@ -277,7 +279,7 @@ def test_fault_58_gate_and_tuner_run_under_any_default(tmp_path: Path, defaults:
     data = Data(device)
     defaults()
     with voxmma.settings.override(cache_dir=str(tmp_path)):
-        tile = next(t for t in tiles.compiled() if t.accum == "fp16" and t.runs_on(tiles.card(device)))
+        tile = next(t for t in compiled() if t.accum == "fp16" and t.runs_on(card(device)))
         assert gate.measure(tile, data.x.half(), repeats=1).checks
         assert tuner.tune(copy.deepcopy(data.net).half(), data.x.half(), repeats=2)
 

@@ -177,12 +177,13 @@ def test_fault_42_rows_that_no_copy_brings_into_reach_are_refused() -> None:
         pytest.skip("no wgmma tile runs here")
     kmap = voxmma.kernel_map(voxmma.CoordSet(torch.zeros(1, 4, dtype=torch.int32, device=device)), 3)
     x = torch.ones(1, 64, device=device, dtype=torch.float16).expand(540_000_000, 64)
+    tensors = [*kmap.tensors[:-1], torch.empty(0, len(x), 1, device=device, dtype=torch.int32)]
     w = torch.ones(27, 64, 64, device=device, dtype=torch.float16)
     for name in names:
         with pytest.raises(
             RuntimeError, match=r"x has 540000000 rows of 128 bytes: tile .* reaches 68719476720 bytes"
         ):
-            torch.ops.voxmma.conv(x, w, None, kmap.tensors, [], 1, True, False, "fp32", name, "", "", None)
+            torch.ops.voxmma.conv(x, w, None, tensors, [], 1, True, False, "fp32", name, "", "", None)
 
 
 def test_fault_05_wide_coordinate_ranges_do_not_collide(device: torch.device) -> None:

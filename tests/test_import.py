@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 HEAVY = ("torch._dynamo", "matplotlib", "pydantic", "rich", "typer", "yaml")
-PUBLIC = ("accuracy", "convert", "export", "gate", "nn", "policy", "schedule", "settings", "shadow")
+PUBLIC = ("accuracy", "convert", "export", "gate", "models", "nn", "policy", "schedule", "settings", "shadow")
 
 
 def clean(code: str) -> Any:

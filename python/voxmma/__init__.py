@@ -41,6 +41,7 @@ from voxmma import nn  # isort: skip
 
 if _TYPE_CHECKING:
     from voxmma import export as export
+    from voxmma import models as models
     from voxmma.compat import convert as convert
     from voxmma.precision import policy as policy
     from voxmma.precision import schedule as schedule
@@ -102,6 +103,7 @@ _LAZY = {
     "convert": "voxmma.compat.convert",
     "export": "voxmma.export",
     "gate": "voxmma.tuning.gate",
+    "models": "voxmma.models",
     "policy": "voxmma.precision.policy",
     "schedule": "voxmma.precision.schedule",
     "shadow": "voxmma.verify.shadow",

@@ -19,8 +19,8 @@ def integer(value: Any) -> int | None:
     None for all others: floats that are whole, bools of any library."""
     if type(value) is int:
         return value
-    if isinstance(value, torch.Tensor) and value.dim():
-        return None
+    if isinstance(value, (tuple, list)) or (isinstance(value, torch.Tensor) and value.dim()):
+        return None  # before __index__ is asked for, whose TypeError the dynamo of torch 2.11 does not catch
     if hasattr(value, "dtype") and hasattr(value, "tolist"):
         value = value.tolist()  # of numpy or torch
     if isinstance(value, bool):

@@ -94,7 +94,7 @@ for name, use in USES.items():
     s1, s2 = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(s1):
         torch.cuda._sleep(LATE)
-        y = Voxels(voxmma.CoordSet.trusted(c + 0, 2), f)
+        y = Voxels(voxmma.CoordSet.trusted((c + 0).contiguous(), 2), f)
     with torch.cuda.stream(s2):
         z = use(y)
     s2.synchronize()

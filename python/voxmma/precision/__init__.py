@@ -1,1 +1,1 @@
-"""Precision policies, their schedules, and torch's own precision switches."""
+"""Precision policies on modules and graphs, and their schedules."""

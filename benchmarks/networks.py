@@ -1,0 +1,683 @@
+"""Whole networks, from coordinates on the device to the result, in voxmma and in other libraries.
+
+    python benchmarks/networks.py --out networks.json
+    python benchmarks/networks.py --scenes DIR --libraries voxmma,spconv --path FOLDER_OF_SPCONV --out r.json
+
+Networks are those of voxmma.models: SpUNet and MinkUNet34C, SECOND's backbone, ResNet21D, a VAE decoder, and
+one 3x3x3 layer, on grids of random voxels and at deep levels. In other libraries the same networks are built
+from theirs, layer by layer, with the same weights. DIR holds NAME.npz with `coords` (N, 3), integers,
+distinct: indoor_scannet, lidar_kitti, lidar_nuscenes, lidar_dense, surface_256, surface_512; without it
+scenes are generated. Each library runs in a process of its own and takes its turn in every job. Of a row:
+
+- infer_ms: inference, fp16 weights and features, everything made anew from the coordinates; kept_ms: with
+  maps kept, where the library can; train_ms: fp32 weights, autocast to fp16, forward and backward from the
+  coordinates. Wall times from an idle GPU to an idle GPU, medians; `_least_ms` the least.
+- gpu_ms, kernels: sum and number of all kernels and copies in such a call, from the profiler; idle: share of
+  the wall time that is not kernels. train_gpu_ms, ... likewise.
+- infer_mib, train_mib: peak of memory beyond what was there before.
+- rel_l2, rel_l2_fp32: relative L2 error of the result with fp16 and with fp32 weights and features, against
+  the same weights in plain torch and fp64. cells_missing, cells_more: voxels of the result that are in the
+  reference or here alone; errors are of those in both.
+
+On a CPU everything is fp32, without kernels and memory. benchmarks/collect.py adds the file to the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import voxmma
+from voxmma import models
+from voxmma import nn as vnn
+
+from network_libraries import LIBRARIES, Index, Torch, ported, shrunk
+
+Row = dict[str, Any]
+Array = np.ndarray
+MARGIN = 16
+"""Cells between a scene and the border: no library drops outputs of strided layers there."""
+
+# ---- what is measured --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Network:
+    make: Callable[[], nn.Module]
+    channels: int
+    """of the input"""
+    height_first: bool = False
+    """columns (batch, z, y, x)"""
+    factor: int = 1
+    """how much coarser than the scene its input is; the scene is then the target"""
+
+
+NETWORKS: dict[str, Network] = {
+    "spunet": Network(lambda: models.spunet(6, 20), 6),
+    "minkunet34c": Network(lambda: models.minkunet("34C", 6, 20), 6),
+    "second": Network(lambda: models.SECONDBackbone(4), 4, height_first=True),
+    "resnet21d": Network(lambda: models.ResNet21D(4), 4),
+    "vae": Network(lambda: models.VAEDecoder((256, 128, 64, 32), unpruned=0), 256, factor=8),
+    **{
+        f"conv{c}": Network(lambda c=c: vnn.Sequential(vnn.SparseConv3d(c, c, 3, bias=False)), c)  # type: ignore[misc]
+        for c in (4, 16, 32, 64, 128, 256)
+    },
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    network: str
+    scene: str
+    """a file of the folder or a generated scene; 'NAME/4': on a grid coarser by 4"""
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.network}:{self.scene}:{self.batch}"
+
+
+def jobs(folder: bool, grids: Sequence[int] = (10_000, 100_000, 1_000_000)) -> list[Job]:
+    """The table's rows, of scenes in a folder or of generated ones."""
+    if folder:
+        indoor, lidar, dense = "indoor_scannet", "lidar_kitti", "lidar_dense"
+        surfaces, more = ["surface_256", "surface_512"], "lidar_nuscenes"
+    else:
+        indoor, surfaces = "room", ["surface"]
+        lidar = dense = more = "street"
+    made = [Job("spunet", indoor), Job("spunet", indoor, 4)]
+    made += [Job("spunet", name) for name in (dense, surfaces[-1], more)]
+    made += [Job("minkunet34c", indoor), Job("minkunet34c", dense)]
+    made += [Job("second", lidar), Job("second", lidar, 4), Job("second", more), Job("second", dense)]
+    made += [Job("resnet21d", lidar), Job("resnet21d", lidar, 4), Job("resnet21d", dense)]
+    made += [Job("vae", surface) for surface in surfaces]
+    made += [Job(f"conv{c}", f"{indoor}/{2**level}") for level in range(5) for c in (64, 128, 256)]
+    made += [Job(f"conv{c}", f"grid_{n}") for n in grids for c in (4, 16, 32, 64, 128)]
+    return list(dict.fromkeys(made))
+
+
+# ---- scenes ------------------------------------------------------------------------------------------------
+
+
+def _room(n: int, rng: np.random.Generator) -> Array:
+    """Floor, walls and boxes, as an indoor scan has them: about n voxels."""
+    side = max(8, int((n / 3.2) ** 0.5))
+    plane = np.stack(np.meshgrid(np.arange(side), np.arange(side), indexing="ij"), -1).reshape(-1, 2)
+    zero = np.zeros((len(plane), 1), int)
+    walls = plane[plane[:, 1] < side // 2]
+    parts = [np.hstack([plane, zero]), np.hstack([walls[:, :1], 0 * walls[:, :1], walls[:, 1:]])]
+    parts.append(np.hstack([0 * walls[:, :1], walls]))
+    for corner in rng.integers(0, side - side // 6, (12, 2)):
+        size = side // 6
+        top = corner + plane[(plane < size).all(1)]
+        parts.append(np.hstack([top, np.full((len(top), 1), size // 2)]))
+    return np.concatenate(parts)
+
+
+def _street(n: int, rng: np.random.Generator) -> Array:
+    """Rings on the ground and walls around it, thinning out with the distance as a LiDAR frame does."""
+    rays = int(1.1 * n)
+    angle, elevation = rng.uniform(0, 2 * np.pi, rays), rng.choice(np.linspace(0.02, 0.45, 48), rays)
+    wall = 150 + 350 * np.abs(np.sin(3 * angle)) ** 3
+    reach = np.minimum(35 / np.tan(elevation), wall)
+    height = 35 - reach * np.tan(elevation) + rng.normal(0, 0.3, rays)
+    points = np.stack([600 + reach * np.cos(angle), 600 + reach * np.sin(angle), height], 1)
+    return np.unique(np.maximum(points, 0).astype(int), axis=0)
+
+
+def _surface(n: int, rng: np.random.Generator) -> Array:
+    """A bumpy ball's surface, as 3-D generation sees shapes: about n voxels."""
+    radius = (n / 19.0) ** 0.5
+    way = rng.normal(size=(12 * n, 3))
+    way /= np.linalg.norm(way, axis=1, keepdims=True)
+    bumps = 1 + 0.08 * np.sin(7 * way[:, :1]) * np.cos(5 * way[:, 1:2]) + 0.05 * np.sin(11 * way[:, 2:])
+    return np.floor(radius * bumps * way).astype(int)
+
+
+GENERATED = {"room": (_room, 32_000), "street": (_street, 20_000), "surface": (_surface, 130_000)}
+
+
+def scene(name: str, folder: Path | None, voxels: int | None = None) -> Array:
+    """(N, 3) int32 distinct voxels, sorted, at least MARGIN away from 0.
+
+    `grid_N`: N voxels drawn evenly from 200^3 cells (Spira's recipe). `voxels`: about how many a generated
+    scene has. FileNotFoundError, KeyError for a scene that is neither generated nor in the folder.
+    """
+    base, _, coarser = name.partition("/")
+    rng = np.random.default_rng(0)
+    if base.startswith("grid_"):
+        cells = np.sort(rng.choice(200**3, int(base.removeprefix("grid_")), replace=False))
+        made = np.stack([cells // 40_000, cells // 200 % 200, cells % 200], 1)
+    elif folder is not None:
+        with np.load(folder / f"{base}.npz") as file:
+            made = file["coords"].astype(np.int64)
+    else:
+        make, usual = GENERATED[base]
+        made = make(voxels or usual, rng)
+    made = (made - made.min(0)) // int(coarser or 1)
+    return np.unique(made + MARGIN, axis=0).astype(np.int32)
+
+
+class Problem:
+    """A job's input on a device."""
+
+    def __init__(self, job: Job, cells: Array, device: torch.device) -> None:
+        network = NETWORKS[job.network]
+        if network.height_first:
+            cells = cells[:, ::-1]
+        batches = [np.insert(cells, 0, b, axis=1) for b in range(job.batch)]
+        self.batch = job.batch
+        self.target = torch.from_numpy(np.ascontiguousarray(np.concatenate(batches))).to(device)
+        self.factor = network.factor
+        self.coords = torch.unique(shrunk(self.target, self.factor), dim=0)
+        self.shape = [-(-(int(side) + 2 * MARGIN) // 64) * 64 // self.factor for side in cells.max(0)]
+        feats = torch.randn(len(self.coords), network.channels, generator=torch.Generator().manual_seed(1))
+        self.feats = feats.to(device)
+
+
+class Runner:
+    """A network of a job in one library, with the weights of a reference."""
+
+    def __init__(self, job: Job, lib: str, state: dict[str, Tensor], problem: Problem) -> None:
+        self.problem = problem
+        net = NETWORKS[job.network].make()
+        net.load_state_dict(state)
+        kind = LIBRARIES[lib]
+        self.library = None if kind is None else kind(problem.feats.device)
+        self.keeps_maps = self.library is None or self.library.keeps_maps
+        self.net = net if self.library is None else ported(net, self.library)[0]
+        self.net.to(problem.feats.device)
+
+    def input(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """A tensor of the library and, for a decoder, the target; on coordinates that it has not seen."""
+        p = self.problem
+        coords, feats = p.coords.clone(), p.feats.to(dtype)
+        if self.library is not None:
+            return self.library.start(coords, feats, p), p.target
+        x = voxmma.Voxels(coords, feats, batch_size=p.batch, stride=p.factor)
+        return (x,) if p.factor == 1 else (x, voxmma.CoordSet(p.target.clone(), p.batch))
+
+    def run(self, given: tuple[Any, ...]) -> list[Any]:
+        """The result and whatever else the loss shall see."""
+        made = self.net(*given)
+        if self.library is not None:
+            return made
+        if isinstance(made, tuple):
+            return [made[0], *made[1]]
+        return [made[-1] if isinstance(made, list) else made]
+
+    def feats(self, x: Any) -> Tensor:
+        return x.feats if self.library is None else self.library.feats(x)
+
+    def coords(self, x: Any) -> Tensor:
+        return x.coords if self.library is None else self.library.coords(x)
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------
+
+
+def reference(job: Job, cells: Array, device: torch.device) -> dict[str, Any]:
+    """Weights drawn for the job, statistics of its norms, and its result in plain torch and fp64."""
+    problem = Problem(job, cells, device)
+    net = NETWORKS[job.network].make()
+    generator = torch.Generator().manual_seed(0)
+    for module in net.modules():
+        if isinstance(module, vnn.SparseConv3d):
+            k, c_in, _ = module.weight.shape
+            scale = (2.0 / (c_in * max(1.0, 0.35 * k))) ** 0.5
+            module.weight.data = torch.randn(module.weight.shape, generator=generator) * scale
+            if module.bias is not None:
+                module.bias.data.zero_()
+    library = Torch(device)
+    copy, port = ported(net, library)
+    copy.to(device, torch.float64)
+    for _, norm in port.norms:
+        norm.momentum = 1.0
+
+    def run() -> Any:
+        return copy(library.start(problem.coords, problem.feats.double(), problem), problem.target)[0]
+
+    with torch.no_grad():
+        run()  # training: the norms take the statistics of this input
+        for ours, norm in port.norms:
+            for name in ("running_mean", "running_var"):
+                getattr(norm, name).copy_(getattr(norm, name).float())  # as the state dict will hold them
+                getattr(ours, name).copy_(getattr(norm, name))
+        copy.eval()
+        made = run()
+    return {
+        "state": net.state_dict(),
+        "coords": library.coords(made).cpu(),
+        "feats": library.feats(made).cpu(),
+    }
+
+
+def errors(runner: Runner, made: Any, wanted: dict[str, Any]) -> Row:
+    """rel_l2 over the cells in both, and how many are in one alone. RuntimeError if none is in both."""
+    coords, feats = runner.coords(made).cpu(), runner.feats(made).double().cpu()
+    rows = Index(coords).find(wanted["coords"])
+    there = rows >= 0
+    if not bool(there.any()):
+        raise RuntimeError(
+            f"none of the reference's {len(there)} voxels is among the {len(coords)} of the result"
+        )
+    expected = wanted["feats"][there]
+    error = float((feats[rows[there]] - expected).norm() / expected.norm())
+    both = int(there.sum())
+    return {"rel_l2": error, "cells_missing": len(there) - both, "cells_more": len(coords) - both}
+
+
+def _sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wall(call: Callable[[], object], repeats: int, device: torch.device) -> tuple[float, float]:
+    """Median and least wall time in ms, from an idle device to an idle device."""
+    for _ in range(min(4, repeats)):
+        call()
+    taken = []
+    for _ in range(repeats):
+        _sync(device)
+        start = time.perf_counter()
+        call()
+        _sync(device)
+        taken.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(taken), min(taken)
+
+
+def on_gpu(call: Callable[[], object], device: torch.device) -> tuple[float, int, float]:
+    """Time of all kernels and copies in ms, their number, and the peak of memory in MiB, of one call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    _sync(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    _sync(device)
+    peak = (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        call()
+        _sync(device)
+    events = [e for e in seen.key_averages() if str(e.device_type).endswith("CUDA")]
+    return sum(e.self_device_time_total for e in events) / 1e3, sum(e.count for e in events), peak
+
+
+def infer(runner: Runner, wanted: dict[str, Any], half: torch.dtype, repeats: int) -> Row:
+    """Errors, and the figures of inference."""
+    device = runner.problem.feats.device
+    runner.net.eval()
+    with torch.inference_mode():
+        exact = errors(runner, runner.run(runner.input(torch.float32))[0], wanted)
+        runner.net.to(half)
+        row = errors(runner, runner.run(runner.input(half))[0], wanted)
+        row["rel_l2_fp32"] = exact["rel_l2"]
+
+        def call() -> object:
+            return runner.run(runner.input(half))
+
+        row["infer_ms"], row["infer_least_ms"] = wall(call, repeats, device)
+        if device.type == "cuda":
+            row["gpu_ms"], row["kernels"], row["infer_mib"] = on_gpu(call, device)
+            row["idle"] = max(0.0, 1.0 - row["gpu_ms"] / row["infer_ms"])
+        if runner.keeps_maps:
+            given = runner.input(half)
+            row["kept_ms"], row["kept_least_ms"] = wall(lambda: runner.run(given), repeats, device)
+    return row
+
+
+def train(runner: Runner, half: torch.dtype, repeats: int) -> Row:
+    """The figures of training."""
+    device = runner.problem.feats.device
+    runner.net.train()
+
+    def step() -> None:
+        runner.net.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, half, enabled=half != torch.float32):
+            made = runner.run(runner.input(torch.float32))
+        torch.stack([runner.feats(y).float().square().mean() for y in made]).sum().backward()
+
+    step()
+    missing = [name for name, parameter in runner.net.named_parameters() if parameter.grad is None]
+    if missing:
+        raise RuntimeError(f"no gradient for {', '.join(missing[:5])}")
+    row: Row = {}
+    row["train_ms"], row["train_least_ms"] = wall(step, repeats, device)
+    if device.type == "cuda":
+        row["train_gpu_ms"], row["train_kernels"], row["train_mib"] = on_gpu(step, device)
+        row["train_idle"] = max(0.0, 1.0 - row["train_gpu_ms"] / row["train_ms"])
+    return row
+
+
+def measure(job: Job, lib: str, cells: Array, wanted: Row, device: torch.device, repeats: int) -> Row:
+    """The figures of a row (see the head of this file); `train_error` where training alone fails."""
+    half = torch.float16 if device.type == "cuda" else torch.float32
+    problem = Problem(job, cells, device)
+    runner = Runner(job, lib, wanted["state"], problem)
+    row: Row = {"parameters": sum(parameter.numel() for parameter in runner.net.parameters())}
+    row |= infer(runner, wanted, half, repeats)
+    runner = Runner(job, lib, wanted["state"], problem)
+    try:
+        row |= train(runner, half, repeats)
+    except Exception as error:  # a library may raise anything
+        traceback.print_exc()
+        row["train_error"] = said(error)
+    return row
+
+
+def said(error: Exception) -> str:
+    """An exception in a row."""
+    return f"{type(error).__name__}: {error}".strip()[:400]
+
+
+# ---- processes ---------------------------------------------------------------------------------------------
+
+
+def work(lib: str, device: torch.device, repeats: int) -> None:
+    """A library's process: a job a line on standard input, its row a line on standard output."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a library prints goes to standard error
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    voxmma.set_fp32_precision("ieee")
+    for line in sys.stdin:
+        given = json.loads(line)
+        job, file = Job(**given["job"]), Path(given["reference"])
+        cells = np.load(given["cells"])
+        try:
+            if lib == "reference":
+                torch.save(reference(job, cells, device), file)
+                row: Row = {}
+            else:
+                wanted = torch.load(file, weights_only=True)
+                row = measure(job, lib, cells, wanted, device, repeats)
+        except Exception as error:  # a library may raise anything; the row says what
+            traceback.print_exc()
+            row = {"error": said(error)}
+        gc.collect()
+        if device.type == "cuda":
+            try:
+                _sync(device)
+                torch.cuda.empty_cache()
+            except RuntimeError:  # after a faulty kernel nothing runs in this process any more
+                row["broken"] = True
+        out.write(json.dumps(row) + "\n")
+
+
+class Worker:
+    """A library's process; started when it is first asked, and again after it died."""
+
+    def __init__(self, lib: str, options: list[str], log: Path) -> None:
+        self.lib, self.options, self.log = lib, options, log
+        self.process: subprocess.Popen[str] | None = None
+        self.lines: queue.Queue[str | None] = queue.Queue()
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, str(Path(__file__).resolve()), "--work", self.lib, *self.options]
+        with self.log.open("a") as log:
+            made = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1
+            )
+        self.lines = lines = queue.Queue()
+        stream = made.stdout
+        assert stream is not None
+
+        def read() -> None:
+            for line in stream:
+                lines.put(line)
+            lines.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        return made
+
+    def ask(self, job: Row, timeout: float) -> Row:
+        """The row of a job; one with `error` if the process dies or says nothing for `timeout` seconds."""
+        if self.process is None:
+            self.process = self._start()
+        try:
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps(job) + "\n")
+            line = self.lines.get(timeout=timeout)
+        except queue.Empty:
+            self.close()
+            return {"error": f"no answer in {timeout:.0f} s"}
+        except OSError:
+            line = None
+        if line is None:
+            code = self.process.wait()
+            self.close()
+            last = [text for text in self.log.read_text(errors="replace").splitlines() if text.strip()][-1:]
+            return {"error": f"the process died ({code}): {' '.join(last)[:300]}"}
+        row: Row = json.loads(line)
+        if row.pop("broken", False):
+            self.close()
+        return row
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def version(lib: str) -> str:
+    """Of an installed library, '' where there is no record of it."""
+    kind = LIBRARIES[lib]
+    if kind is None:
+        return voxmma.__version__
+    for name in kind.distributions:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""
+
+
+def installed(lib: str) -> bool:
+    kind = LIBRARIES[lib]
+    return kind is None or importlib.util.find_spec(kind.package) is not None
+
+
+def environment(device: torch.device) -> Row:
+    """Versions and devices."""
+    cpu = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), cpu)
+    driver = None
+    with suppress(OSError):
+        words = Path("/proc/driver/nvidia/version").read_text().split()
+        driver = next((word for word in words if word[0].isdigit() and "." in word), None)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    return {
+        "device": name,
+        "driver": driver if device.type == "cuda" else None,
+        "environment": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cpu": cpu,
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def run(
+    todo: Sequence[Job],
+    libraries: Sequence[str],
+    device: torch.device,
+    *,
+    folder: Path | None = None,
+    paths: Sequence[str] = (),
+    voxels: int | None = None,
+    repeats: int = 15,
+    budget: float = math.inf,
+    timeout: float = 300.0,
+    show: Callable[[Row], None] = lambda row: None,
+    keep: Callable[[Row], None] = lambda result: None,
+) -> Row:
+    """Measures every library in every job.
+
+    Args:
+        folder: of the scenes; None = generated ones, of about `voxels` voxels.
+        paths: folders in front of sys.path of the processes of other libraries.
+        budget: seconds after which no row is started; those left out say so. timeout: of a row.
+        show: called with each row. keep: called with everything so far, after each job.
+    """
+    end = time.monotonic() + budget
+    result: Row = {"kind": "networks", **environment(device), "repeats": repeats, "absent": []}
+    result["dtype"] = "fp16" if device.type == "cuda" else "fp32"
+    result["rows"] = rows = []
+    options = ["--device", str(device), "--repeats", str(repeats)]
+    options += [word for path in paths for word in ("--path", path)]
+    wanted = []
+    for lib in libraries:
+        (wanted if installed(lib) else result["absent"]).append(lib)
+    with tempfile.TemporaryDirectory(prefix="voxmma-networks-") as name:
+        workers = {lib: Worker(lib, options, Path(name) / f"{lib}.log") for lib in ("reference", *wanted)}
+        try:
+            for job in todo:
+                task = {"job": asdict(job), "cells": f"{name}/cells.npy", "reference": f"{name}/reference.pt"}
+                head: Row = {**asdict(job)}
+                failed: Row | None = None
+                if time.monotonic() >= end:
+                    failed = {"left_out": "no time was left"}
+                else:
+                    try:
+                        cells = scene(job.scene, folder, voxels)
+                        np.save(task["cells"], cells)
+                        head["voxels"] = len(cells) * job.batch
+                        made = workers["reference"].ask(task, timeout)
+                        failed = {"error": f"reference: {made['error']}"} if "error" in made else None
+                    except (OSError, KeyError, ValueError) as error:
+                        failed = {"error": f"scene: {said(error)}"}
+                for lib in wanted:
+                    row = {"lib": lib, "version": version(lib), **head}
+                    kind = LIBRARIES[lib]
+                    if kind is not None and kind.needs_gpu and device.type != "cuda":
+                        row["unsupported"] = "runs on a GPU only"
+                    elif failed is not None:
+                        row |= failed
+                    elif time.monotonic() >= end:
+                        row["left_out"] = "no time was left"
+                    else:
+                        row |= workers[lib].ask(task, timeout)
+                    rows.append(row)
+                    show(row)
+                keep(result)
+        finally:
+            for worker in workers.values():
+                worker.close()
+    return result
+
+
+# ---- command line ------------------------------------------------------------------------------------------
+
+
+def line(row: Row) -> str:
+    """A row as a line of text."""
+    name = f"{row['network']:12} {row['scene']:18} x{row['batch']} {row['lib']:14}"
+    for why in ("error", "unsupported", "left_out"):
+        if why in row:
+            return f"{name} {why}: {row[why]}"
+    figures = [
+        ("infer", "infer_ms", ".3f"), ("kept", "kept_ms", ".3f"), ("gpu", "gpu_ms", ".3f"),
+        ("idle", "idle", ".0%"), ("kernels", "kernels", "d"), ("MiB", "infer_mib", ".0f"),
+        ("train", "train_ms", ".3f"), ("gpu", "train_gpu_ms", ".3f"), ("MiB", "train_mib", ".0f"),
+        ("err", "rel_l2", ".1e"), ("err32", "rel_l2_fp32", ".1e"),
+    ]  # fmt: skip
+    shown = [f"{label} {row[key]:{pattern}}" for label, key, pattern in figures if key in row]
+    shown += [f"training failed: {row['train_error']}"] if "train_error" in row else []
+    apart = row["cells_missing"] or row["cells_more"]
+    shown += [f"cells -{row['cells_missing']} +{row['cells_more']}"] if apart else []
+    return f"{name} {row['voxels']:>9,}  {'  '.join(shown)}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--scenes", type=Path, metavar="DIR", help="folder of NAME.npz; default: generated scenes"
+    )
+    parser.add_argument("--libraries", help=f"of {', '.join(LIBRARIES)}; default: those installed but torch")
+    parser.add_argument("--path", action="append", default=[], help="folder with another library's packages")
+    parser.add_argument("--networks", help=f"of {', '.join(NETWORKS)}; default: all")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="jobs with it in the name"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the jobs and stop")
+    parser.add_argument("--voxels", type=int, help="size of generated scenes and grids, about")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="of a row")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("networks.json"))
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    device = torch.device(given.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)
+    if given.work in (None, "voxmma", "reference"):
+        ours = list(sys.path)
+    sys.path[:0] = given.path
+    if given.work:
+        if given.work in ("voxmma", "reference"):
+            sys.path[:] = ours
+        work(given.work, device, given.repeats)
+        return 0
+    libraries = given.libraries.split(",") if given.libraries else [n for n in LIBRARIES if n != "torch"]
+    networks = given.networks.split(",") if given.networks else list(NETWORKS)
+    for what, names, known in (("library", libraries, LIBRARIES), ("network", networks, NETWORKS)):
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            parser.error(f"no {what} {unknown[0]!r}; there are {', '.join(known)}")
+    if given.scenes is not None and not given.scenes.is_dir():
+        parser.error(f"--scenes: {given.scenes} is no folder")
+    grids = {"grids": (given.voxels,)} if given.voxels else {}
+    todo = [job for job in jobs(given.scenes is not None, **grids) if job.network in networks]
+    todo = [job for job in todo if not given.only or any(text in job.name for text in given.only)]
+    if given.list:
+        print("\n".join(job.name for job in todo))
+        return 0
+    if not todo:
+        parser.error("no job is left")
+
+    def keep(result: Row) -> None:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    result = run(
+        todo, libraries, device, folder=given.scenes, paths=given.path, voxels=given.voxels,
+        repeats=given.repeats, budget=given.budget, timeout=given.timeout,
+        show=lambda row: print(line(row), flush=True), keep=keep,
+    )  # fmt: skip
+    keep(result)
+    if result["absent"]:
+        print(f"not installed: {', '.join(result['absent'])}", file=sys.stderr)
+    print(f"written: {given.out}", file=sys.stderr)
+    return 1 if any("error" in row and row["lib"] == "voxmma" for row in result["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

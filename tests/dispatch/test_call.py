@@ -167,7 +167,11 @@ def test_every_kind_of_map_keeps_its_decision(
     device: torch.device, decisions: list[str], kind: str, dtype: torch.dtype
 ) -> None:
     """First and repeated calls, without and with gradients, give the same bits on the same sets."""
-    x = voxmma.nn.SparseConv3d(16, 16, 2, 2, device=device)(voxels(device, dtype)) if kind == "transposed" else None
+    x = (
+        voxmma.nn.SparseConv3d(16, 16, 2, 2, device=device)(voxels(device, dtype))
+        if kind == "transposed"
+        else None
+    )
     x = voxels(device, dtype) if x is None else x.detach()
     layer = KINDS[kind](device)
     decisions.clear()
@@ -200,7 +204,11 @@ def test_outputs_that_are_given_keep_their_decision(device: torch.device, decisi
         y = down(x)
         inverse = down.kernel_map(x).transposed()
         targets: list[Any] = [y, y.coord_set]
-        for run in (*(lambda t=t: down(x, coords=t) for t in targets), lambda: up(y, inverse), lambda: up(y, coords=x)):
+        for run in (
+            *(lambda t=t: down(x, coords=t) for t in targets),
+            lambda: up(y, inverse),
+            lambda: up(y, coords=x),
+        ):
             decisions.clear()
             first, again = run(), run()
             assert len(decisions) == 1 and torch.equal(first.feats, again.feats)
@@ -220,11 +228,16 @@ def test_a_repeated_call_goes_where_the_first_would(device: torch.device) -> Non
     down = voxmma.nn.SparseConv3d(16, 24, 2, 2, device=device)
     up = voxmma.nn.SparseConvTranspose3d(24, 16, 2, 2, device=device)
     with torch.no_grad():
-        y, lone = down(x), voxmma.Voxels(voxels(device).coords.clone(), torch.zeros(200, 24, device=device).half())
+        y, lone = (
+            down(x),
+            voxmma.Voxels(voxels(device).coords.clone(), torch.zeros(200, 24, device=device).half()),
+        )
         assert up(y).coord_set is up(y).coord_set is x.coord_set
         first = up(lone)
         assert up(lone).coord_set is first.coord_set and first.coord_set is not x.coord_set
-        fine = voxmma.Voxels(first.coord_set.coords.clone(), torch.zeros(len(first), 16, device=device).half())
+        fine = voxmma.Voxels(
+            first.coord_set.coords.clone(), torch.zeros(len(first), 16, device=device).half()
+        )
         down(fine, coords=lone)  # from now on lone knows a finer set
         assert up(lone).coord_set is fine.coord_set
         assert up(lone).coord_set is fine.coord_set

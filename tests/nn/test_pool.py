@@ -87,7 +87,7 @@ def test_windows(
     coords[:, 1:] -= 3
     feats = torch.randint(-2, 3, (len(coords), 5)).to(device, dtype).requires_grad_()
     x = Voxels(coords.to(device), feats, batch_size=4)
-    y = LOCAL[kind](x, kernel, stride, dilation)
+    y = LOCAL[kind](x, kernel, stride, dilation=dilation)
     assert y.batch_size == 4 and y.stride == (stride,) * 3
     assert (y.coord_set is x.coord_set) == (stride == 1)
     rtol = {torch.float16: 1e-3, torch.bfloat16: 8e-3}.get(dtype, 1e-6)
@@ -107,7 +107,7 @@ def test_property_windows(rows: list[Any], kind: str, kernel: int, stride: int, 
     generator = torch.Generator().manual_seed(len(rows))
     feats = torch.randint(-1, 2, (len(rows), 2), generator=generator).double().requires_grad_()
     x = Voxels(coords, feats, batch_size=4)
-    check(kind, x, LOCAL[kind](x, kernel, stride, dilation), kernel, stride, dilation, 1e-12)
+    check(kind, x, LOCAL[kind](x, kernel, stride, dilation=dilation), kernel, stride, dilation, 1e-12)
 
 
 def test_dense_pooling_of_full_grids(device: torch.device) -> None:

@@ -616,7 +616,9 @@ def test_every_level_combination_keeps_wgrad_in_fp32(device: torch.device) -> No
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 20), (torch.float32, 25)], ids=str)
 @pytest.mark.parametrize(("kind", "more"), [("same", 0), ("strided", 2), ("transposed", 5)])
-def test_a_warm_layer_calls_little_besides_its_op(dtype: torch.dtype, most: int, kind: str, more: int) -> None:
+def test_a_warm_layer_calls_little_besides_its_op(
+    dtype: torch.dtype, most: int, kind: str, more: int
+) -> None:
     """Functions that our Python calls in a warm layer call, beside those of the op.
 
     `voxmma bench` times them.

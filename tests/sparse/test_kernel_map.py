@@ -212,9 +212,15 @@ def test_fault_28_equal_counts_do_not_share_maps(device: torch.device) -> None:
 def test_maps_are_cached_by_kernel_shape_and_sets(device: torch.device) -> None:
     coords = CoordSet(conftest.random_coords(60, 5).to(device))
     made = kernel_map(coords, 3)
-    assert kernel_map(Voxels(coords, torch.zeros(60, 1, device=device)), (3, 3, 3), dilation=[1, 1, 1]) == made
+    assert (
+        kernel_map(Voxels(coords, torch.zeros(60, 1, device=device)), (3, 3, 3), dilation=[1, 1, 1]) == made
+    )
     assert kernel_map(coords, 3).tensors[0] is made.tensors[0]
-    others = [kernel_map(coords, 3, dilation=2), kernel_map(coords, (3, 3, 1)), kernel_map(coords, 3, padding=0)]
+    others = [
+        kernel_map(coords, 3, dilation=2),
+        kernel_map(coords, (3, 3, 1)),
+        kernel_map(coords, 3, padding=0),
+    ]
     others.append(kernel_map(coords, 3, out_coords=CoordSet(coords.coords)))
     assert len({made, *others}) == 5 and len(coords.maps) == 5
     assert not others[2].symmetric and not others[3].symmetric

@@ -58,9 +58,10 @@ def call(
                 out = again.leads_to(x)
                 if out is not None:
                     return again.run(x, weight, bias, out)
-        elif kernel_map is None:
-            if not traceable(x.coord_set, config.geometry, config.generative or coords is not None):
-                return _outside(config, x, weight, bias, coords)
+        elif kernel_map is None and not traceable(
+            x.coord_set, config.geometry, config.generative or coords is not None
+        ):
+            return _outside(config, x, weight, bias, coords)
     fp16_accum_flag(config.use_fp16_accum, config.accumulator)
     _check_operands(x, weight, bias, config.volume, config.groups)
     mapping, out, stride = resolve_map(
@@ -123,9 +124,9 @@ def _compute_dtype(config: ConvConfig, x: Tensor, weight: Tensor, bias: Tensor |
         if tensor is not None and tensor.dtype != x.dtype and tensor.dtype not in _WIDER[x.dtype]:
             theirs, mine = DTYPE_NAMES[x.dtype], DTYPE_NAMES[tensor.dtype]
             raise ValueError(
-                f"the features of x are {theirs}, {name} is {mine}, which is not as wide: convert one of them "
-                f"(x.to({tensor.dtype}), or the layer with .to({x.dtype})), say compute_dtype=, or call under "
-                "torch.autocast"
+                f"the features of x are {theirs}, {name} is {mine}, which is not as wide: convert one of "
+                f"them (x.to({tensor.dtype}), or the layer with .to({x.dtype})), say compute_dtype=, or call "
+                "under torch.autocast"
             )
     return x.dtype
 
@@ -365,7 +366,7 @@ class _Result(NamedTuple):
     op: Callable[..., Tensor]
     operands: tuple[Any, ...]
     """the op's arguments from `map` on"""
-    stamps: tuple[Any, ...]
+    stamps: tuple[settings.Settings, settings.Settings, str | None, int, str | None]
     """runtime, environment, gate, tuned, switches of `Repeat`"""
 
 

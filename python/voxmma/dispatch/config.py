@@ -69,8 +69,8 @@ def fp16_accum_flag(use_fp16_accum: bool | None, accumulator: str | None) -> boo
 class ConvConfig:
     """A convolution as `voxmma.dispatch.calls.call` takes it; equal ones decide alike on equal operands.
 
-    Fields as the arguments of voxmma.nn.functional.spatially_sparse_conv, geometry as triples. Each is checked
-    here, by itself: the settable ones are set one after the other, so whether `use_fp16_accum` and
+    Fields as the arguments of voxmma.nn.functional.spatially_sparse_conv, geometry as triples. Each is
+    checked here, by itself: the settable ones are set one after the other, so whether `use_fp16_accum` and
     `accumulator` contradict, and whether `padding` shifts the window, is asked when a call is decided.
 
     Raises TypeError or ValueError naming the field.
@@ -153,7 +153,9 @@ def config_of(*values: Any) -> ConvConfig:
         return ConvConfig(*values)
     if found is None:
         found = ConvConfig(*values)
-        if not any(isinstance(part, torch.Tensor) for v in values for part in (v if type(v) is tuple else (v,))):
+        if not any(
+            isinstance(part, torch.Tensor) for v in values for part in (v if type(v) is tuple else (v,))
+        ):
             if len(_known) >= 1024:
                 _known.clear()
             _known[key] = found

@@ -25,8 +25,8 @@ class Record:
     `dgrad_tile` and `wgrad_tile` are names of the tile table; the latter two are what a backward pass of this
     call runs. `parts`: into how many fp32 sums, added in order, the forward's sums were divided because the
     set was too small for the device (docs/precision.md); 0 under torch.compile, whose calls serve many sizes.
-    `applied`: norms, activations and numbers that were applied to the result since, in order; their own precision
-    is that of torch.
+    `applied`: norms, activations and numbers that were applied to the result since, in order; their own
+    precision is that of torch.
     """
 
     layer: str
@@ -64,15 +64,17 @@ class Record:
 def explain(voxels: Voxels) -> Record:
     """The record of the convolution that made `voxels`, and what was applied to its result since.
 
-    It comes along through the norms and activations of voxmma.nn and through arithmetic with numbers; `detach`
-    keeps it. TypeError when `voxels` is no Voxels, ValueError where no one convolution says what ran: features
-    given by hand (`with_feats`, `to`), sums and concatenations of several Voxels, pooling, other coordinates.
+    It comes along through the norms and activations of voxmma.nn, through arithmetic with numbers and through
+    `detach`. TypeError when `voxels` is no Voxels, ValueError where no one convolution says what ran:
+    features given by hand (`with_feats`, `to`), sums and concatenations of several Voxels, pooling, other
+    coordinates.
     """
     if not hasattr(voxels, "_record"):
         raise TypeError(f"voxels must be a voxmma.Voxels, got {type(voxels).__name__}")
     if voxels._record is None:
         raise ValueError(
-            "voxels carries no record: it is not the output of a voxmma convolution, nor of norms, activations and "
-            "numbers applied to one (sums and concatenations of Voxels, pooling, with_feats() and to() start anew)"
+            "voxels carries no record: it is not the output of a voxmma convolution, nor of norms, "
+            "activations and numbers applied to one (sums and concatenations of Voxels, pooling, "
+            "with_feats() and to() start anew)"
         )
     return replace(voxels._record, applied=voxels._applied) if voxels._applied else voxels._record

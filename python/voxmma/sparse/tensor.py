@@ -250,8 +250,8 @@ class Voxels:
         return Voxels._make(self._coord_set.pin_memory(), self._feats.pin_memory(), self._stride)
 
     def __add__(self, other: object) -> Voxels:
-        """With a number: added to every feature. With Voxels: sum of the features on equal coordinates, in this
-        one's row order.
+        """With a number: added to every feature. With Voxels: sum of the features on equal coordinates, in
+        this one's row order.
 
         Coordinates are equal when they are the same set or hold the same voxels, in whatever row order.
         ValueError otherwise, or when batch size, stride or device differ.

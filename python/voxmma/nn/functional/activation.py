@@ -26,13 +26,16 @@ def lift(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def follow(name: str, function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """`lift` of a norm or an activation: the record of the convolution that made x comes along, with `name`."""
+    """`lift` of a norm or an activation: the record of the convolution that made x comes along, with
+    `name`."""
     y = lift(function, x, *args, **kwargs)
     return x._after(y.feats, name) if isinstance(x, Voxels) else y
 
 
 #: Where torch keeps the layers that `follow` is for.
-_FOLLOWED = tuple(f"torch.nn.modules.{name}" for name in ("activation", "batchnorm", "normalization", "dropout"))
+_FOLLOWED = tuple(
+    f"torch.nn.modules.{name}" for name in ("activation", "batchnorm", "normalization", "dropout")
+)
 
 
 def apply_module(module: torch.nn.Module, x: Any) -> Any:

@@ -112,4 +112,6 @@ def sparse_conv_transpose(
     **options: Any,
 ) -> Voxels:
     """`spatially_sparse_conv` with transposed=True; `options` are its other keyword arguments."""
-    return spatially_sparse_conv(x, weight, kernel_size, bias, stride, transposed=True, layer=layer, **options)
+    return spatially_sparse_conv(
+        x, weight, kernel_size, bias, stride, transposed=True, layer=layer, **options
+    )

@@ -66,8 +66,8 @@ class SparseConv3d(nn.Module):
         max_voxels: most voxels the layer may make, default 2^26.
         device, dtype: of the parameters.
 
-    The arguments but for channels, device and dtype are attributes, which may be set: `layer.config`, what a call
-    is decided by, is replaced. So is `out_dtype` (None, the compute dtype, until set), which may be
+    The arguments but for channels, device and dtype are attributes, which may be set: `layer.config`, what a
+    call is decided by, is replaced. So is `out_dtype` (None, the compute dtype, until set), which may be
     torch.float32: results as they leave the accumulator, not rounded to half.
 
     A state dict says the kernel size (in its metadata, which `torch.save` keeps): weights of one shape do not
@@ -240,7 +240,9 @@ def _options_of(base: Callable[..., None], *without: str) -> Callable[[_C], _C]:
 
     def sign(cls: _C) -> _C:
         own = inspect.signature(cls.__init__).parameters
-        kept = [own.get(name, p) for name, p in inspect.signature(base).parameters.items() if name not in without]
+        kept = [
+            own.get(name, p) for name, p in inspect.signature(base).parameters.items() if name not in without
+        ]
         signature = inspect.Signature(kept, return_annotation=None)
         cls.__init__.__signature__ = signature  # type: ignore[attr-defined]
         return cls

@@ -256,7 +256,7 @@ def test_a_repeated_call_goes_where_the_first_would(device: torch.device) -> Non
             down(x)
 
 
-def test_half_layers_do_not_round_their_input(device: torch.device) -> None:
+def test_fault_60_a_narrower_layer_refuses_its_input(device: torch.device) -> None:
     x = voxels(device, FP32)
     layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device).half()
     for _ in range(2):

@@ -108,7 +108,7 @@ def test_constructors_say_their_arguments() -> None:
         nn.SparseConvTranspose2d(4, 4, 3, dilatoin=2)
 
 
-def test_what_follows_stride_goes_by_keyword() -> None:
+def test_fault_61_what_follows_stride_goes_by_keyword() -> None:
     """The fifth argument is `padding` in torch and spconv."""
     for kind in (*LAYERS, *POOLS, *POOLS_2D):
         names = list(inspect.signature(kind).parameters)
@@ -128,7 +128,7 @@ def test_what_follows_stride_goes_by_keyword() -> None:
 # ---- state dicts -------------------------------------------------------------------------------------------
 
 
-def test_weights_of_another_axis_do_not_load() -> None:
+def test_fault_62_weights_of_another_axis_do_not_load() -> None:
     flat, upright = (torch.nn.Sequential(nn.SparseConv3d(4, 4, size)) for size in ((3, 3, 1), (1, 3, 3)))
     before = {name: value.clone() for name, value in upright.state_dict().items()}
     file = io.BytesIO()

@@ -58,10 +58,10 @@ def spatially_sparse_conv(
         x: N voxels with C_in channels, fp16, bf16, fp32 or fp64; N may be 0.
         weight: (K, C_in, C_out), or (K, groups, C_in/groups, C_out/groups) when groups > 1. Offsets in
             lexicographic order of (dx, dy, dz), the last fastest; odd kernels are centred, even kernels start
-            at 0. Any float dtype: fp32 weights serve half features, their gradient comes back in the weight's
-            dtype.
+            at 0. The dtype of the features or a wider one: fp32 weights serve half features, their gradient
+            comes back in the weight's dtype. Any float dtype under autocast and with compute_dtype.
         kernel_size: one int or three, 1 to 9 each; K is their product.
-        bias: (C_out,) or None, any float dtype.
+        bias: (C_out,) or None, dtypes as for `weight`.
         stride: one int or three, 1 to 4096. The tensor stride of the output is that of x times this, or,
             transposed, divided by it and rounded up.
         dilation: one int or three, 1 or more: the distance between neighbouring offsets.
@@ -90,8 +90,8 @@ def spatially_sparse_conv(
         Voxels with C_out channels, carrying the record of what ran.
 
     Raises:
-        TypeError, ValueError: naming the argument: wrong type, dtype, shape, device (both are named), kernel
-            size out of range, padding that shifts the window of a submanifold call, contradicting flags, a
+        TypeError, ValueError: naming the argument: wrong type, dtype, shape, device (both are named), features
+            that are wider than the parameters, kernel size out of range, padding that shifts the window of a submanifold call, contradicting flags, a
             kernel map of other coordinates or another kernel; more than `max_voxels` output voxels, before
             they come into being.
         RuntimeError: this build has no kernel for the device of x.

@@ -90,10 +90,10 @@ def spatially_sparse_conv(
         Voxels with C_out channels, carrying the record of what ran.
 
     Raises:
-        TypeError, ValueError: naming the argument: wrong type, dtype, shape, device (both are named), features
-            that are wider than the parameters, kernel size out of range, padding that shifts the window of a submanifold call, contradicting flags, a
-            kernel map of other coordinates or another kernel; more than `max_voxels` output voxels, before
-            they come into being.
+        TypeError, ValueError: naming the argument: wrong type, dtype, shape, device (both are named),
+            features that are wider than the parameters, kernel size out of range, padding that shifts the
+            window of a submanifold call, contradicting flags, a kernel map of other coordinates or another
+            kernel; more than `max_voxels` output voxels, before they come into being.
         RuntimeError: this build has no kernel for the device of x.
     """
     geometry = (kernel_size, stride, dilation, groups, padding, transposed, generative, max_voxels)

@@ -267,8 +267,10 @@ def test_layers_are_their_functions(device: torch.device) -> None:
         "avg": nn.SparseAvgPool3d,
     }
     for kind, layer in layers.items():
-        for window in ((2,), (3, 2), (3, 2, 2), (3, 2, 1, 0), ((1, 2, 3), 1)):
-            y, z = layer(*window)(x), LOCAL[kind](x, *window)
+        for window, options in (
+            ((2,), {}), ((3, 2), {}), ((3, 2), {"dilation": 2}), ((3, 2), {"padding": 0}), (((1, 2, 3), 1), {}),
+        ):  # fmt: skip
+            y, z = layer(*window, **options)(x), LOCAL[kind](x, *window, **options)
             assert torch.equal(y.feats, z.feats) and y.coord_set is z.coord_set
     kinds = {"max": nn.GlobalMaxPool, "sum": nn.GlobalSumPool, "avg": nn.GlobalAvgPool}
     for kind, layer in kinds.items():
@@ -377,14 +379,18 @@ def test_planar_layers(device: torch.device) -> None:
     x = Voxels(random_coords(90, 6, 2).to(device), torch.randn(90, 4).to(device))
     for flat, solid in layers.values():
         for plain, full in (
-            ((2,), ((2, 2, 1),)),
-            (((3, 2), 1), ((3, 2, 1), 1)),
-            ((3, (2, 1), 1, 0), ((3, 3, 1), (2, 1, 1), 1, 0)),
-            ((3, 2, 2, (1, 2)), ((3, 3, 1), (2, 2, 1), (2, 2, 1), (1, 2, 0))),
+            (((2,), {}), (((2, 2, 1),), {})),
+            ((((3, 2), 1), {}), (((3, 2, 1), 1), {})),
+            (((3, (2, 1)), {"padding": 0}), (((3, 3, 1), (2, 1, 1)), {"padding": (0, 0, 0)})),
+            (
+                ((3, 2), {"dilation": 2, "padding": (1, 2)}),
+                (((3, 3, 1), (2, 2, 1)), {"dilation": (2, 2, 1), "padding": (1, 2, 0)}),
+            ),
         ):
-            y, z = flat(*plain)(x), solid(*full)(x)
+            one, other = flat(*plain[0], **plain[1]), solid(*full[0], **full[1])
+            y, z = one(x), other(x)
             assert torch.equal(y.feats, z.feats) and y.coord_set is z.coord_set and y.stride == z.stride
-            assert repr(flat(*plain)).split("(", 1)[1] == repr(solid(*full)).split("(", 1)[1]
+            assert repr(one).split("(", 1)[1] == repr(other).split("(", 1)[1]
         with pytest.raises(TypeError, match="kernel_size must be an int or two"):
             flat((2, 2, 2))
     coords = grid_coords((6, 6, 1))

@@ -268,8 +268,12 @@ def test_layers_are_their_functions(device: torch.device) -> None:
     }
     for kind, layer in layers.items():
         for window, options in (
-            ((2,), {}), ((3, 2), {}), ((3, 2), {"dilation": 2}), ((3, 2), {"padding": 0}), (((1, 2, 3), 1), {}),
-        ):  # fmt: skip
+            ((2,), {}),
+            ((3, 2), {}),
+            ((3, 2), {"dilation": 2}),
+            ((3, 2), {"padding": 0}),
+            (((1, 2, 3), 1), {}),
+        ):
             y, z = layer(*window, **options)(x), LOCAL[kind](x, *window, **options)
             assert torch.equal(y.feats, z.feats) and y.coord_set is z.coord_set
     kinds = {"max": nn.GlobalMaxPool, "sum": nn.GlobalSumPool, "avg": nn.GlobalAvgPool}

@@ -18,6 +18,7 @@ from torch import Tensor
 from voxmma.data import scenes
 from voxmma.dispatch import measurements
 from voxmma.dispatch.calls import convolve
+from voxmma.dispatch.config import ConvConfig
 from voxmma.sparse.maps import KernelMap, kernel_map
 from voxmma.sparse.tensor import Voxels
 from voxmma.tools import bench
@@ -70,11 +71,10 @@ def _layer(
     ).detach()
     w.requires_grad_()
 
+    config = ConvConfig(mapping.kernel_size, use_fp16_accum=False, layer="scaling")
+
     def conv(x: Tensor) -> Any:
-        return convolve(
-            x, w, None, mapping, groups=1, use_fp16_accum=False, accumulator=None, compute_dtype=kind,
-            out_dtype=None, layer="scaling",
-        )  # fmt: skip
+        return convolve(config, x, w, None, mapping, kind)
 
     def forward(i: int) -> None:
         with torch.no_grad():

@@ -525,7 +525,7 @@ def test_fault_28_equal_counts_are_not_equal_coordinates(device: torch.device) -
     a, b = (voxmma.Voxels(random_coords(40, 5, seed=seed).to(device), feats) for seed in (1, 2))
     assert voxmma.kernel_map(a.coord_set, 3) == voxmma.kernel_map(a.coord_set, 3)
     assert voxmma.kernel_map(a.coord_set, 3) != voxmma.kernel_map(b.coord_set, 3)
-    assert voxmma.kernel_map(a.coord_set, 3) != voxmma.kernel_map(a.coord_set, 3, 2)
+    assert voxmma.kernel_map(a.coord_set, 3) != voxmma.kernel_map(a.coord_set, 3, dilation=2)
 
 
 @pytest.mark.parametrize("size", [5, 7, (1, 9, 9), (4, 3, 3)], ids=str)

@@ -102,7 +102,7 @@ def test_fault_32_every_argument_takes_the_integers_of_numpy() -> None:
     coords = conftest.random_coords(60, 5)
     x = Voxels(coords, torch.randn(60, 4), n(1), n(1))
     layers: list[Callable[[Any], Any]] = [
-        lambda i: vnn.SparseConv3d(i(4), i(6), i(3), i(2), i(1), i(2), max_voxels=i(1000)),
+        lambda i: vnn.SparseConv3d(i(4), i(6), i(3), i(2), dilation=i(1), groups=i(2), max_voxels=i(1000)),
         lambda i: vnn.SparseConv3d(4, 6, [i(3), i(1), i(3)], padding=np.array([1, 0, 1])),
         lambda i: vnn.SparseConvTranspose3d(i(4), 6, np.array([2, 2, 2]), np.array(2), generative=True),
         lambda i: vnn.SparseConv2d(i(4), 6, torch.tensor([3, 1]), padding=torch.tensor([1, 0])),
@@ -217,11 +217,11 @@ def test_fault_34_padding_does_not_shift_the_window_of_a_submanifold_layer(
     for call in (
         lambda p: vnn.SparseConv3d(3, 2, size, dilation=dilation, padding=p),
         lambda p: vnn.SparseConvTranspose3d(3, 2, size, dilation=dilation, padding=p),
-        lambda p: vnn.SparseMaxPool3d(size, 1, dilation, p),
+        lambda p: vnn.SparseMaxPool3d(size, 1, dilation=dilation, padding=p),
         lambda p: F.spatially_sparse_conv(x, w, size, dilation=dilation, padding=p),
         lambda p: F.sparse_conv_transpose(x, w, size, dilation=dilation, padding=p),
-        lambda p: F.avg_pool(x, size, 1, dilation, p),
-        lambda p: F.max_pool_with_indices(x, size, 1, dilation, p),
+        lambda p: F.avg_pool(x, size, 1, dilation=dilation, padding=p),
+        lambda p: F.max_pool_with_indices(x, size, 1, dilation=dilation, padding=p),
     ):
         with pytest.raises(ValueError, match=cure):
             call(padding)

@@ -104,7 +104,7 @@ def test_an_exception_leaves_no_log_open(x: voxmma.Voxels) -> None:
 
 
 def test_grouped_and_wide_calls(x: voxmma.Voxels) -> None:
-    layer = SparseConv3d(16, 16, 3, groups=4).to(x.device)
+    layer = SparseConv3d(16, 16, 3, groups=4).to(x.device).double()
     with audit() as log, torch.no_grad():
         layer(x.with_feats(x.feats.double()))
     (launch,) = log

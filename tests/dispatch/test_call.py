@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import voxmma
+from voxmma import torchflags
 from voxmma.dispatch import calls, measurements, settings, validation
 from voxmma.nn.functional import spatially_sparse_conv
 
@@ -92,10 +94,10 @@ def test_everything_that_decides_is_seen(device: torch.device, decisions: list[s
     layer.out_dtype = None
     with torch.autocast(device.type, BF16):
         assert decides() == "default" and layer(x).feats.dtype == BF16
-    layer.half()
-    decides()
     y = x.with_feats(x.feats.bfloat16())
     assert decides(lambda: layer(y)) == "default" and layer(y).feats.dtype == BF16
+    layer.half()
+    decides()
     other = voxels(device)
     assert decides(lambda: layer(other)) == "default"
 
@@ -130,21 +132,146 @@ def test_new_records_of_the_gate_and_of_the_tuner_are_seen(
 def test_float32_calls_follow_torchs_switches(device: torch.device, decisions: list[str]) -> None:
     x = voxels(device, FP32)
     layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
-    layer(x)
-    layer(x)
-    assert len(decisions) == 2
+    with torchflags.preserved():
+        torchflags.set_tf32(False)
+        ieee = voxmma.explain(layer(x)).tile
+        layer(x)
+        assert len(decisions) == 1
+        torchflags.set_tf32(True)
+        assert voxmma.explain(layer(x)).tile != ieee
+        layer(x)
+        assert len(decisions) == 2
+        torchflags.set_tf32(False)
+        assert voxmma.explain(layer(x)).tile == ieee
+        voxmma.set_fp32_precision("ieee")
+        layer(x)
+        decided = len(decisions)
+        torchflags.set_tf32(True)  # which the setting goes before
+        assert voxmma.explain(layer(x)).tile == ieee and len(decisions) == decided
 
 
-@pytest.mark.parametrize("size", [2, (3, 1, 2)])
-def test_maps_that_are_not_symmetric_take_the_long_way(
-    device: torch.device, decisions: list[str], size: Any
+KINDS: dict[str, Callable[[torch.device], torch.nn.Module]] = {
+    "even": lambda d: voxmma.nn.SparseConv3d(16, 24, 2, device=d),
+    "mixed": lambda d: voxmma.nn.SparseConv3d(16, 24, (3, 1, 2), device=d),
+    "strided": lambda d: voxmma.nn.SparseConv3d(16, 24, 2, 2, device=d),
+    "overlapping": lambda d: voxmma.nn.SparseConv3d(16, 24, 3, 2, device=d),
+    "generative": lambda d: voxmma.nn.SparseConv3d(16, 24, 3, generative=True, device=d),
+    "transposed": lambda d: voxmma.nn.SparseConvTranspose3d(16, 24, 2, 2, device=d),
+    "upwards": lambda d: voxmma.nn.SparseConvTranspose3d(16, 24, 3, 2, generative=True, device=d),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_map_keeps_its_decision(
+    device: torch.device, decisions: list[str], kind: str, dtype: torch.dtype
 ) -> None:
-    x = voxels(device)
-    layer = voxmma.nn.SparseConv3d(16, 24, size, device=device)
-    feats = x.feats.clone().requires_grad_()
+    """First and repeated calls, without and with gradients, give the same bits on the same sets."""
+    x = (
+        voxmma.nn.SparseConv3d(16, 16, 2, 2, device=device)(voxels(device, dtype))
+        if kind == "transposed"
+        else None
+    )
+    x = voxels(device, dtype) if x is None else x.detach()
+    layer = KINDS[kind](device)
+    decisions.clear()
+    with torch.no_grad():
+        first, again = layer(x), layer(x)
+    assert len(decisions) == 1 and again.coord_set is first.coord_set and again.stride == first.stride
+    assert torch.equal(first.feats, again.feats) and again._record == first._record
+    grads = []
     for _ in range(2):
-        layer(x.with_feats(feats)).feats.float().sum().backward()
-    assert len(decisions) == 2 and not x.coord_set.calls
+        feats = x.feats.clone().requires_grad_()
+        layer.zero_grad()
+        y = layer(x.with_feats(feats))
+        y.feats.float().square().sum().backward()
+        assert torch.equal(y.feats, first.feats) and y.coord_set is first.coord_set
+        grads.append((feats.grad, *(p.grad for p in layer.parameters())))
+    assert len(decisions) == 2  # the map of the input gradient had not been asked for
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    with torch.no_grad():
+        layer(x)
+        other = voxmma.Voxels(x.coord_set, x.feats, stride=6)
+        assert layer(other).stride != first.stride or x.stride == (6, 6, 6)
+    assert decisions[2:] in ([], ["decided"])
+
+
+def test_outputs_that_are_given_keep_their_decision(device: torch.device, decisions: list[str]) -> None:
+    x = voxels(device)
+    down = voxmma.nn.SparseConv3d(16, 24, 2, 2, device=device)
+    up = voxmma.nn.SparseConvTranspose3d(24, 16, 2, 2, device=device)
+    with torch.no_grad():
+        y = down(x)
+        inverse = down.kernel_map(x).transposed()
+        targets: list[Any] = [y, y.coord_set]
+        for run in (
+            *(lambda t=t: down(x, coords=t) for t in targets),
+            lambda: up(y, inverse),
+            lambda: up(y, coords=x),
+        ):
+            decisions.clear()
+            first, again = run(), run()
+            assert len(decisions) == 1 and torch.equal(first.feats, again.feats)
+            assert again.coord_set is first.coord_set and again.stride == first.stride
+        decisions.clear()
+        up(y.with_feats(y.feats), down.kernel_map(x).transposed())  # the same map by another object
+        assert not decisions
+        inverse.free()
+        assert not [c for c in (*x.coord_set.calls.values(), *y.coord_set.calls.values()) if c.core.freed]
+        with pytest.raises(RuntimeError, match="was freed"):
+            up(y, inverse)
+
+
+def test_a_repeated_call_goes_where_the_first_would(device: torch.device) -> None:
+    """Sets that died, were written to, or were linked anew since."""
+    x = voxels(device)
+    down = voxmma.nn.SparseConv3d(16, 24, 2, 2, device=device)
+    up = voxmma.nn.SparseConvTranspose3d(24, 16, 2, 2, device=device)
+    with torch.no_grad():
+        y, lone = (
+            down(x),
+            voxmma.Voxels(voxels(device).coords.clone(), torch.zeros(200, 24, device=device).half()),
+        )
+        assert up(y).coord_set is up(y).coord_set is x.coord_set
+        first = up(lone)
+        assert up(lone).coord_set is first.coord_set and first.coord_set is not x.coord_set
+        fine = voxmma.Voxels(
+            first.coord_set.coords.clone(), torch.zeros(len(first), 16, device=device).half()
+        )
+        down(fine, coords=lone)  # from now on lone knows a finer set
+        assert up(lone).coord_set is fine.coord_set
+        assert up(lone).coord_set is fine.coord_set
+        other = voxels(device)
+        down(other, coords=lone)
+        with pytest.raises(ValueError, match="which voxels to go back to"):
+            up(lone)
+        calls = len(lone.coord_set.calls)
+        del fine, first
+        assert len(lone.coord_set.calls) < calls
+        good = y.coords.clone()
+        y.coords.add_(1)
+        assert torch.equal(down(x).coords, good) and torch.equal(down(x).coords, good)
+        x.coords.add_(1)
+        with pytest.raises(RuntimeError, match="written to"):
+            down(x)
+
+
+def test_fault_60_a_narrower_layer_refuses_its_input(device: torch.device) -> None:
+    x = voxels(device, FP32)
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device).half()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"features of x are fp32, weight is fp16.*convert"):
+            layer(x)
+    with pytest.raises(ValueError, match="features of x are bf16, weight is fp16"):
+        layer(x.bfloat16())
+    with torch.autocast(device.type, FP16):
+        assert layer(x).dtype == FP16
+    layer.compute_dtype = FP16
+    assert layer(x).dtype == FP16
+    layer.compute_dtype = None
+    layer.weight.data = layer.weight.data.float()
+    with pytest.raises(ValueError, match="features of x are fp32, bias is fp16"):
+        layer(x)
 
 
 def test_wrong_arguments_are_still_named(device: torch.device) -> None:

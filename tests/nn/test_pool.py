@@ -87,7 +87,7 @@ def test_windows(
     coords[:, 1:] -= 3
     feats = torch.randint(-2, 3, (len(coords), 5)).to(device, dtype).requires_grad_()
     x = Voxels(coords.to(device), feats, batch_size=4)
-    y = LOCAL[kind](x, kernel, stride, dilation)
+    y = LOCAL[kind](x, kernel, stride, dilation=dilation)
     assert y.batch_size == 4 and y.stride == (stride,) * 3
     assert (y.coord_set is x.coord_set) == (stride == 1)
     rtol = {torch.float16: 1e-3, torch.bfloat16: 8e-3}.get(dtype, 1e-6)
@@ -107,7 +107,7 @@ def test_property_windows(rows: list[Any], kind: str, kernel: int, stride: int, 
     generator = torch.Generator().manual_seed(len(rows))
     feats = torch.randint(-1, 2, (len(rows), 2), generator=generator).double().requires_grad_()
     x = Voxels(coords, feats, batch_size=4)
-    check(kind, x, LOCAL[kind](x, kernel, stride, dilation), kernel, stride, dilation, 1e-12)
+    check(kind, x, LOCAL[kind](x, kernel, stride, dilation=dilation), kernel, stride, dilation, 1e-12)
 
 
 def test_dense_pooling_of_full_grids(device: torch.device) -> None:
@@ -267,8 +267,14 @@ def test_layers_are_their_functions(device: torch.device) -> None:
         "avg": nn.SparseAvgPool3d,
     }
     for kind, layer in layers.items():
-        for window in ((2,), (3, 2), (3, 2, 2), (3, 2, 1, 0), ((1, 2, 3), 1)):
-            y, z = layer(*window)(x), LOCAL[kind](x, *window)
+        for window, options in (
+            ((2,), {}),
+            ((3, 2), {}),
+            ((3, 2), {"dilation": 2}),
+            ((3, 2), {"padding": 0}),
+            (((1, 2, 3), 1), {}),
+        ):
+            y, z = layer(*window, **options)(x), LOCAL[kind](x, *window, **options)
             assert torch.equal(y.feats, z.feats) and y.coord_set is z.coord_set
     kinds = {"max": nn.GlobalMaxPool, "sum": nn.GlobalSumPool, "avg": nn.GlobalAvgPool}
     for kind, layer in kinds.items():
@@ -277,7 +283,7 @@ def test_layers_are_their_functions(device: torch.device) -> None:
     assert low.coord_set is nn.SparseConv3d(4, 4, 2, 2, device=device)(x).coord_set
     assert torch.equal(nn.Unpool(2)(low).feats, F.unpool(low, 2).feats)
     assert "stride=(2, 2, 2)" in repr(nn.SparseMaxPool3d(2)) and "padding" in repr(
-        nn.SparseMaxPool3d(3, 2, 1, 0)
+        nn.SparseMaxPool3d(3, 2, dilation=1, padding=0)
     )
     for layer, bad in itertools.product(
         layers.values(), ({"kernel_size": 0}, {"kernel_size": 2, "stride": 0})
@@ -377,14 +383,18 @@ def test_planar_layers(device: torch.device) -> None:
     x = Voxels(random_coords(90, 6, 2).to(device), torch.randn(90, 4).to(device))
     for flat, solid in layers.values():
         for plain, full in (
-            ((2,), ((2, 2, 1),)),
-            (((3, 2), 1), ((3, 2, 1), 1)),
-            ((3, (2, 1), 1, 0), ((3, 3, 1), (2, 1, 1), 1, 0)),
-            ((3, 2, 2, (1, 2)), ((3, 3, 1), (2, 2, 1), (2, 2, 1), (1, 2, 0))),
+            (((2,), {}), (((2, 2, 1),), {})),
+            ((((3, 2), 1), {}), (((3, 2, 1), 1), {})),
+            (((3, (2, 1)), {"padding": 0}), (((3, 3, 1), (2, 1, 1)), {"padding": (0, 0, 0)})),
+            (
+                ((3, 2), {"dilation": 2, "padding": (1, 2)}),
+                (((3, 3, 1), (2, 2, 1)), {"dilation": (2, 2, 1), "padding": (1, 2, 0)}),
+            ),
         ):
-            y, z = flat(*plain)(x), solid(*full)(x)
+            one, other = flat(*plain[0], **plain[1]), solid(*full[0], **full[1])
+            y, z = one(x), other(x)
             assert torch.equal(y.feats, z.feats) and y.coord_set is z.coord_set and y.stride == z.stride
-            assert repr(flat(*plain)).split("(", 1)[1] == repr(solid(*full)).split("(", 1)[1]
+            assert repr(one).split("(", 1)[1] == repr(other).split("(", 1)[1]
         with pytest.raises(TypeError, match="kernel_size must be an int or two"):
             flat((2, 2, 2))
     coords = grid_coords((6, 6, 1))

@@ -70,7 +70,7 @@ SHAPES = [(1, 1), (2, 1), (3, 1), (3, 2), ((1, 2, 3), (3, 2, 1)), (4, 1), ((5, 1
 def test_submanifold_matches_brute_force(device: torch.device, size: Any, dilation: Any) -> None:
     coords = conftest.random_coords(400, 7, batch=3, seed=1)
     coords[:, 1:] -= 3
-    made = kernel_map(CoordSet(coords.to(device)), size, dilation)
+    made = kernel_map(CoordSet(coords.to(device)), size, dilation=dilation)
     offsets = conftest.kernel_offsets(size, dilation)
     assert made.offsets == offsets
     check_map(made, brute_table(coords, coords, offsets))
@@ -95,7 +95,7 @@ def test_any_map_is_the_brute_force_one_and_its_transpose_swaps_pairs(
     device: torch.device, rows: set[tuple[int, ...]], size: Triple, dilation: Triple
 ) -> None:
     coords = torch.tensor(list(rows), dtype=torch.int32).reshape(-1, 4)
-    made = kernel_map(CoordSet(coords.to(device)), size, dilation)
+    made = kernel_map(CoordSet(coords.to(device)), size, dilation=dilation)
     check_map(made, brute_table(coords, coords, made.offsets))
     assert made.symmetric == all(k % 2 == 1 for k in size)
     opposite = made.transposed()
@@ -142,7 +142,7 @@ def test_cpu_tensors_are_sorted_by_offset_and_output() -> None:
 def test_fault_03_dilation_counts(device: torch.device) -> None:
     coords = CoordSet(torch.tensor([[0, 0, 0, 0], [0, 0, 0, 2]], device=device))
     assert kernel_map(coords, 3).num_pairs == 2
-    dilated = kernel_map(coords, 3, 2)
+    dilated = kernel_map(coords, 3, dilation=2)
     assert dilated.num_pairs == 4 and dilated.offsets[14] == (0, 0, 2)
     assert dilated.neighbor_table()[14].tolist() == [1, -1]
 
@@ -214,9 +214,15 @@ def test_fault_28_equal_counts_do_not_share_maps(device: torch.device) -> None:
 def test_maps_are_cached_by_kernel_shape_and_sets(device: torch.device) -> None:
     coords = CoordSet(conftest.random_coords(60, 5).to(device))
     made = kernel_map(coords, 3)
-    assert kernel_map(Voxels(coords, torch.zeros(60, 1, device=device)), (3, 3, 3), [1, 1, 1]) == made
+    assert (
+        kernel_map(Voxels(coords, torch.zeros(60, 1, device=device)), (3, 3, 3), dilation=[1, 1, 1]) == made
+    )
     assert kernel_map(coords, 3).tensors[0] is made.tensors[0]
-    others = [kernel_map(coords, 3, 2), kernel_map(coords, (3, 3, 1)), kernel_map(coords, 3, padding=0)]
+    others = [
+        kernel_map(coords, 3, dilation=2),
+        kernel_map(coords, (3, 3, 1)),
+        kernel_map(coords, 3, padding=0),
+    ]
     others.append(kernel_map(coords, 3, out_coords=CoordSet(coords.coords)))
     assert len({made, *others}) == 5 and len(coords.maps) == 5
     assert not others[2].symmetric and not others[3].symmetric
@@ -301,7 +307,7 @@ def test_to_another_device_is_the_map_there(size: int) -> None:
 
 
 def test_summary_and_repr(device: torch.device) -> None:
-    made = kernel_map(CoordSet(conftest.surface_coords(24).to(device)), (3, 3, 1), 2)
+    made = kernel_map(CoordSet(conftest.surface_coords(24).to(device)), (3, 3, 1), dilation=2)
     text = made.summary()
     assert "3x3x1" in text and "dilation (2, 2, 1)" not in text and f"{made.num_pairs:,}" in text
     assert ("useful MMA" in text) == (device.type == "cuda")
@@ -642,8 +648,8 @@ def test_gpu_plans_of_strided_maps(size: Any, stride: Any, dilation: int, spread
     coords = torch.unique(torch.randint(-spread, spread, (3000, 3)), dim=0).int()
     coords = torch.cat([torch.randint(0, 3, (len(coords), 1)).int(), coords], 1)[torch.randperm(len(coords))]
     on_cpu, on_gpu = CoordSet(coords, 3), CoordSet(coords.cuda(), 3)
-    cpu = kernel_map(on_cpu, size, dilation, stride=stride)
-    gpu = kernel_map(on_gpu, size, dilation, stride=stride)
+    cpu = kernel_map(on_cpu, size, dilation=dilation, stride=stride)
+    gpu = kernel_map(on_gpu, size, dilation=dilation, stride=stride)
     assert torch.equal(gpu.out_coords.coords.cpu(), cpu.out_coords.coords)
     for mine, theirs in ((gpu, cpu), (gpu.transposed(), cpu.transposed())):
         assert torch.equal(

@@ -569,7 +569,7 @@ def test_sum_needs_equal_coordinates_not_equal_counts(device: torch.device) -> N
         with pytest.raises(ValueError, match=message):
             _ = x + y
     with pytest.raises(TypeError):
-        _ = x + 1  # type: ignore[operator]
+        _ = x + x.feats  # type: ignore[operator]
 
 
 def test_fault_12_nothing_works_everywhere(device: torch.device) -> None:

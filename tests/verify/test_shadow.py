@@ -66,7 +66,7 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("accumulator", [None, "fp16", "fp16_promoted:32"])
 def test_honest_layers_pass(device: torch.device, dtype: torch.dtype, accumulator: str | None) -> None:
-    model = Net(accumulator=accumulator).to(device)
+    model = Net(accumulator=accumulator).to(device, torch.promote_types(dtype, torch.float32))
     watch = shadow.verify(model, every=2, rows=20)
     for seed in range(5):
         model(voxels(device, dtype, seed))
@@ -279,7 +279,7 @@ def test_layers_in_fp32_have_nothing_to_choose() -> None:
     plan = voxmma.calibrate(model, [voxels(torch.device("cpu"), torch.float32)], repeats=1)
     assert [len(entry["trials"]) for entry in plan["layers"].values()] == [1, 1]
     assert voxmma.apply_plan(model, plan) == []
-    assert voxmma.explain(model(voxels(torch.device("cpu"), torch.float64))).accumulator == "fp64"
+    assert voxmma.explain(model.double()(voxels(torch.device("cpu"), torch.float64))).accumulator == "fp64"
 
 
 def test_a_fitting_plan_is_applied(fast_fp16: None) -> None:

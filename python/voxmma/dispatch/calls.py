@@ -1,46 +1,459 @@
-"""One convolution call: precision decided, tiles chosen, the op launched, the record made.
+"""One convolution call: map, precision and tiles decided, the op launched, the record made.
 
-Every convolution function ends here, so that what is decided, audited and verified is so for all of them.
+Every convolution ends here, so that what is decided, audited and verified is so for all of them: `call` for
+Voxels, its lower half `convolve` for rows over a map.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from voxmma._dynamo import constant_result
+from voxmma import torchflags
+from voxmma._dynamo import constant_result, eager
 from voxmma._extension import _C
+from voxmma._types import DTYPE_NAMES, Triple
 from voxmma.dispatch import measurements, settings, validation
+from voxmma.dispatch.config import ConvConfig, fp16_accum_flag
 from voxmma.dispatch.launches import listening, notify
+from voxmma.dispatch.mapping import Target, resolve_map
 from voxmma.dispatch.observers import observe, observed
 from voxmma.dispatch.record import Record
 from voxmma.dispatch.selection import Plan, asks_gate, plan_call, rescaled
 from voxmma.ops.kernels import accumulator_label, parse_accumulator
 from voxmma.sparse.cached import Made, keep
-from voxmma.sparse.coords import _KEPT
-from voxmma.sparse.maps import KernelMap, MapCore
+from voxmma.sparse.coords import _KEPT, CoordSet
+from voxmma.sparse.maps import Geometry, KernelMap, MapCore, finer_set, traceable
 from voxmma.sparse.tensor import Voxels
 
+# ---- the call ----------------------------------------------------------------------------------------------
 
-def fp16_accum_flag(use_fp16_accum: bool | None, accumulator: str | None) -> bool | None:
-    """The one flag that `use_fp16_accum` and `accumulator` say together; ValueError when they contradict."""
-    flag = settings.check_flag(use_fp16_accum, "use_fp16_accum")
-    if accumulator is None:
-        return flag
-    name, _ = parse_accumulator(accumulator)
-    if name == "fp64":
+
+def call(
+    config: ConvConfig,
+    x: Voxels,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    coords: Target | None = None,
+    kernel_map: KernelMap | None = None,
+) -> Voxels:
+    """A convolution of Voxels: arguments, result and errors as of voxmma.nn.functional.spatially_sparse_conv.
+
+    A call like an earlier one on the same coordinates takes its map, tiles and record over (`Repeat`).
+    """
+    key = None
+    if isinstance(x, Voxels):
+        if not torch.compiler.is_compiling():
+            key = _key(config, x, weight, bias, coords, kernel_map)
+            again = None if key is None else x._coord_set.calls.get(key)
+            if again is not None:
+                out = again.leads_to(x)
+                if out is not None:
+                    return again.run(x, weight, bias, out)
+        elif kernel_map is None and not traceable(
+            x.coord_set, config.geometry, config.generative or coords is not None
+        ):
+            return _outside(config, x, weight, bias, coords)
+    fp16_accum_flag(config.use_fp16_accum, config.accumulator)
+    _check_operands(x, weight, bias, config.volume, config.groups)
+    mapping, out, stride = resolve_map(
+        x,
+        config.kernel_size,
+        config.stride,
+        config.dilation,
+        config.padding,
+        config.transposed,
+        config.generative,
+        coords,
+        config.max_voxels,
+        kernel_map,
+    )
+    if config.transposed and mapping.symmetric:
+        key = None
+        weight = weight.flip(0)  # the opposite direction of a symmetric map is the map with mirrored offsets
+    dtype = _compute_dtype(config, x.feats, weight, bias)
+    wide = config.out_dtype == torch.float32 and dtype != torch.float64
+    if config.out_dtype not in (None, dtype) and not wide:
         raise ValueError(
-            "accumulator='fp64' goes with fp64 inputs, which take it by themselves: leave it out"
+            f"out_dtype must be {dtype} or torch.float32 when computing in {dtype}, got {config.out_dtype}"
         )
-    if flag is not None and flag != (name != "fp32"):
-        raise ValueError(f"accumulator={accumulator!r} contradicts use_fp16_accum={flag}")
-    return name != "fp32"
+    made = _convolve(config, x.feats, weight, bias, mapping, dtype)
+    if key is not None:
+        _keep(key, config, x, mapping, stride, coords is not None, kernel_map is not None, made)
+    return Voxels._make(out, made.y, stride, made.record)
+
+
+@eager
+def _outside(
+    config: ConvConfig, x: Voxels, weight: Tensor, bias: Tensor | None, coords: Target | None
+) -> Voxels:
+    """A call between two graphs of torch.compile, so that it traces no cache and no bookkeeping."""
+    return call(config, x, weight, bias, coords=coords)
+
+
+# ---- its operands ------------------------------------------------------------------------------------------
+
+#: Which dtypes of weights serve features of a dtype beside their own: no value of the weight is rounded away
+#: that the caller did not ask for, no feature is.
+_WIDER = {
+    torch.float16: (torch.float32, torch.float64),
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+    torch.float64: (),
+}
+
+
+def _compute_dtype(config: ConvConfig, x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """The argument, else the active autocast dtype (fp64 stays fp64, as in torch), else the features' own.
+
+    ValueError where that is left to features that are wider than the parameters.
+    """
+    if config.compute_dtype is not None:
+        return config.compute_dtype
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype and tensor.dtype not in _WIDER[x.dtype]:
+            theirs, mine = DTYPE_NAMES[x.dtype], DTYPE_NAMES[tensor.dtype]
+            raise ValueError(
+                f"the features of x are {theirs}, {name} is {mine}, which is not as wide: convert one of "
+                f"them (x.to({tensor.dtype}), or the layer with .to({x.dtype})), say compute_dtype=, or call "
+                "under torch.autocast"
+            )
+    return x.dtype
+
+
+def _check_tensor(value: object, name: str, x: Voxels) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.dtype not in DTYPE_NAMES:
+        raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {value.dtype}")
+    if value.device != x.feats.device:
+        raise ValueError(f"{name} is on {value.device}, the features of x are on {x.feats.device}")
+    return value
+
+
+def _check_operands(
+    x: Voxels, weight: torch.Tensor, bias: torch.Tensor | None, volume: int, groups: int
+) -> int:
+    """Checks everything about the operands and returns the number of output channels."""
+    if not isinstance(x, Voxels):
+        raise TypeError(f"x must be a voxmma.Voxels, got {type(x).__name__}")
+    _check_tensor(weight, "weight", x)
+    _check_tensor(x.feats, "the features of x", x)
+    shape, channels = weight.shape, x.feats.shape[1]
+    if len(shape) != (3 if groups == 1 else 4) or (groups > 1 and shape[1] != groups):
+        expected = "(K, C_in, C_out)" if groups == 1 else f"(K, {groups}, C_in / {groups}, C_out / {groups})"
+        raise ValueError(f"weight must be {expected} with groups={groups}, got {tuple(shape)}")
+    if shape[0] != volume:
+        raise ValueError(f"weight has {shape[0]} offsets, kernel_size has {volume}")
+    c_in, c_out = shape[-2] * groups, shape[-1] * groups
+    if c_in == 0 or c_out == 0:
+        raise ValueError(f"weight must have at least one channel on each side, got {tuple(shape)}")
+    if channels != c_in:
+        raise ValueError(f"x has {channels} channels, weight {tuple(shape)} takes {c_in}")
+    if bias is not None and _check_tensor(bias, "bias", x).shape != (c_out,):
+        raise ValueError(f"bias must be ({c_out},), got {tuple(bias.shape)}")
+    return c_out
+
+
+# ---- a repeated call ---------------------------------------------------------------------------------------
+
+Key = tuple[Any, ...]
+"""The configuration, facts of the operands, and where the caller says that the outputs are. Equal keys mean
+equal decisions as long as `Repeat.leads_to`. Ids in it are of what the repeat holds, or dies with."""
+
+
+def _key(
+    config: ConvConfig,
+    x: Voxels,
+    weight: Tensor,
+    bias: Tensor | None,
+    coords: Target | None,
+    kernel_map: KernelMap | None,
+) -> Key | None:
+    """Key of a call among `CoordSet.calls`; None: it cannot have one."""
+    try:
+        facts = _C.operand_facts(x._feats, weight, bias)
+    except TypeError:  # an operand of a wrong type: `_check_operands` names it
+        return None
+    if facts is None:
+        return None
+    if kernel_map is not None:
+        # Only for the very set: that others are equal is to be seen each time.
+        mine = coords is None and isinstance(kernel_map, KernelMap) and kernel_map.in_coords is x._coord_set
+        return (config, facts, id(kernel_map.core), kernel_map.reverse) if mine else None
+    if coords is None:
+        return config, facts
+    if isinstance(coords, Voxels):
+        return config, facts, id(coords._coord_set), coords._stride
+    return (config, facts, id(coords), None) if isinstance(coords, CoordSet) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Where a call that is not submanifold with an odd kernel leads, and what may change about that."""
+
+    target: weakref.ref[CoordSet] | None
+    """the output set, which is not held; None: the inputs themselves"""
+    opposite: Made | None
+    """the map of the input gradient; None while none was asked for"""
+    in_stride: Triple
+    out_stride: Triple
+    back: Triple | None
+    """a stride by which `finer_set` is asked, and whether it knew"""
+    known: bool
+    given: Geometry | None
+    """of a strided layer that was given its outputs, which remember the inputs"""
+
+    def leads_to(self, x: Voxels) -> CoordSet | None:
+        """The output set; None where it may be another one, or lacks a gradient's map."""
+        coords = x._coord_set
+        if self.target is None:
+            out = coords
+        else:
+            target = self.target()
+            if target is None or target._coords._version != target._version:
+                return None
+            out = target
+        if x._stride != self.in_stride:
+            return None
+        if self.back is not None and finer_set(coords, self.back) is not (out if self.known else None):
+            return None
+        if torch.is_grad_enabled() and x._feats.requires_grad:
+            if self.opposite is None:
+                return None
+            self.opposite.get()
+        if self.given is not None:
+            out.remember(coords, self.given)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """What a call decided, kept on the coordinates of its input for the calls that are like it.
+
+    A layer runs many times with the same arguments; all but the first find their map, tiles and record here.
+    What the arguments do not say is compared at every call: settings, records of the gate and of the tuner,
+    torch's TF32 switches, the sets that strided layers link.
+    """
+
+    core: MapCore
+    reverse: bool
+    runtime: settings.Settings
+    environment: settings.Settings
+    gate: str | None
+    """validation.stamp() of the decision; None where no validation record can decide it"""
+    tuned: int
+    """measurements.generation() of the decision"""
+    switches: str | None
+    """torchflags.process_fp32_precision() of the decision; None where that does not matter"""
+    op: Callable[..., Tensor]
+    operands: tuple[Any, ...]
+    """the op's arguments from `map` on"""
+    prepared: _C.PreparedConv | None
+    """torch.ops.voxmma.conv with these operands; None where another op runs"""
+    dtype: torch.dtype | None
+    """that the features are converted to; None where they have it"""
+    record: Record
+    made: Made
+    """the tensors of the map"""
+    route: _Route | None
+    """None: the outputs are the inputs, over a map that is its own opposite"""
+
+    def leads_to(self, x: Voxels) -> CoordSet | None:
+        """Where the outputs of a call with this key are; None where it might be decided otherwise now."""
+        runtime, environment = settings.state()
+        holds = (
+            self.runtime is runtime
+            and self.environment is environment
+            and not self.core.freed
+            and self.tuned == measurements.generation()
+            and (self.gate is None or self.gate == validation.stamp())
+            and (self.switches is None or self.switches == torchflags.process_fp32_precision())
+        )
+        if not holds:
+            return None
+        return x._coord_set if self.route is None else self.route.leads_to(x)
+
+    def run(self, x: Voxels, weight: Tensor, bias: Tensor | None, out: CoordSet) -> Voxels:
+        """The call itself."""
+        coords, feats = x._coord_set, x._feats
+        coords.use(self.made)
+        if self.dtype is not None:
+            feats = feats.to(self.dtype)
+        if self.prepared is None or has_torch_function((feats, weight, bias)):
+            y = _launch(self.op, (feats, weight, bias, *self.operands))
+        else:
+            y = self.prepared(feats, weight, bias)
+        if listening():
+            notify(self.record)
+        if observed():
+            observe(feats, weight, bias, KernelMap(coords, out, self.core, self.reverse), y, self.record)
+        return Voxels._make(out, y, x._stride if self.route is None else self.route.out_stride, self.record)
+
+
+def _keep(
+    key: Key,
+    config: ConvConfig,
+    x: Voxels,
+    mapping: KernelMap,
+    stride: Triple,
+    given_coords: bool,
+    given_map: bool,
+    made: _Result,
+) -> None:
+    """Keeps what was decided for the calls that are like this one."""
+    coords, out = x._coord_set, mapping.out_coords
+    route = None
+    if not mapping.symmetric:
+        own = out is coords
+        target = None if own else weakref.ref(out, functools.partial(_drop, weakref.ref(coords), key))
+        moves = config.stride != (1, 1, 1) and not given_map
+        asks = moves and config.transposed and not config.generative and not given_coords
+        told = moves and not config.transposed and given_coords and not own
+        route = _Route(
+            target,
+            mapping.transposed().made if made.operands[1] else None,
+            x._stride,
+            stride,
+            config.stride if asks else None,
+            asks and finer_set(coords, config.stride) is out,
+            config.geometry if told else None,
+        )
+    plain, dtype = made.op is torch.ops.voxmma.conv, made.record.compute_dtype
+    repeat = Repeat(
+        mapping.core,
+        mapping.reverse,
+        *made.stamps,
+        made.op,
+        made.operands,
+        _C.PreparedConv(*made.operands) if plain else None,
+        None if x._feats.dtype == dtype else dtype,
+        made.record,
+        mapping.made,
+        route,
+    )
+    with coords._index.lock:
+        coords.calls.pop(key, None)
+        keep(coords.calls, key, repeat, _KEPT["calls"])
+
+
+def _drop(owner: weakref.ref[CoordSet], key: Key, target: weakref.ref[CoordSet]) -> None:
+    """Forgets a call whose output set is gone, and the tensors of the map to it."""
+    coords = owner()
+    found = None if coords is None else coords.calls.get(key)
+    if coords is not None and found is not None and found.route is not None and found.route.target is target:
+        coords.calls.pop(key, None)
+
+
+# ---- rows over a map ---------------------------------------------------------------------------------------
+
+
+class _Result(NamedTuple):
+    """A convolution that ran, and what it was decided by."""
+
+    y: Tensor
+    record: Record
+    op: Callable[..., Tensor]
+    operands: tuple[Any, ...]
+    """the op's arguments from `map` on"""
+    stamps: tuple[settings.Settings, settings.Settings, str | None, int, str | None]
+    """runtime, environment, gate, tuned, switches of `Repeat`"""
+
+
+def convolve(
+    config: ConvConfig,
+    feats: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mapping: KernelMap,
+    compute_dtype: torch.dtype,
+) -> tuple[Tensor, Record]:
+    """Runs a convolution whose operands have been checked, over `mapping`, and says what ran.
+
+    Args:
+        config: groups, accumulator, out_dtype and layer of it count here; the geometry is that of `mapping`.
+        feats: (n_in, C_in), any float dtype. weight: (K, C_in, C_out), or grouped. bias: (C_out,) or None.
+        mapping: from the rows of `feats` to the rows of the result.
+        compute_dtype: of the products.
+
+    Returns:
+        ((n_out, C_out), record).
+    """
+    made = _convolve(config, feats, weight, bias, mapping, compute_dtype)
+    return made.y, made.record
+
+
+def _convolve(
+    config: ConvConfig,
+    feats: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mapping: KernelMap,
+    compute_dtype: torch.dtype,
+) -> _Result:
+    (runtime, environment), tuned = settings.state(), measurements.generation()
+    accumulator, groups, device = config.accumulator, config.groups, feats.device
+    flag = fp16_accum_flag(config.use_fp16_accum, accumulator)
+    chunk = 0 if accumulator is None else parse_accumulator(accumulator)[1]
+    requested, decided_by = settings.resolve_fp16_accum(flag, compute_dtype)
+    # From the weight: torch.compile may treat the features' channels as variable, a parameter's never.
+    c_in, c_out = weight.shape[-2] * groups, weight.shape[-1] * groups
+    pools = settings.get_pools(compute_dtype)
+    plan = plan_call(
+        compute_dtype,
+        requested,
+        decided_by,
+        c_in,
+        c_out,
+        groups,
+        device,
+        pools,
+        chunk,
+        weight.shape[0],
+    )
+    ran, _, tile, dgrad_tile, wgrad_tile = plan
+    scaled = rescaled(compute_dtype, ran, decided_by, settings.get_fp16_rescale())
+    needs_grad = torch.is_grad_enabled() and feats.requires_grad  # the weight gradient runs over `mapping`
+    opposite = [] if mapping.symmetric or not needs_grad else mapping.transposed().tensors
+    x = feats if feats.dtype == compute_dtype else feats.to(compute_dtype)
+    op, written = torch.ops.voxmma.conv, config.out_dtype
+    if scaled:
+        op, written = torch.ops.voxmma.conv_rescaled, config.out_dtype or compute_dtype
+    shared = (mapping.tensors, opposite, mapping.out_coords.num, mapping.symmetric, False)
+    operands = (*shared, ran, tile, dgrad_tile, wgrad_tile, written)
+    y = _launch(op, (x, weight, bias, *operands))
+    parts = _parts(tile, weight, mapping, device)
+    record = _record(config.layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
+    notify(record)
+    observe(x, weight, bias, mapping, y, record)
+    evidence = switches = None
+    if not torch.compiler.is_compiling():
+        evidence = validation.stamp() if asks_gate(compute_dtype, requested, device, pools) else None
+        said = runtime.fp32_precision or environment.fp32_precision
+        switches = pools[4] if compute_dtype == torch.float32 and said is None else None
+    return _Result(y, record, op, operands, (runtime, environment, evidence, tuned, switches))
+
+
+def _launch(op: Callable[..., Tensor], operands: tuple[Any, ...]) -> Tensor:
+    device_type = operands[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return op(*operands)
+    # The compute dtype is decided here, so the op's own autocast rule must not decide again.
+    with torch.autocast(device_type, enabled=False):
+        return op(*operands)
+
+
+# ---- the record --------------------------------------------------------------------------------------------
 
 
 @constant_result  # which a cached function cannot be itself
@@ -97,167 +510,3 @@ def _parts(tile: str, weight: Tensor, mapping: KernelMap, device: torch.device) 
     groups = weight.shape[1] if weight.dim() == 4 else 1
     sms = _multiprocessors(device)
     return _C.tile_parts(tile, mapping.out_coords.num, volume, c_in, c_out, groups, sms)
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat:
-    """What a submanifold call decided, kept on its coordinate set for the calls that are like it.
-
-    A layer runs many times with the same arguments; all but the first find their map, tiles and record here.
-    What the arguments do not say is compared at every call: settings, records of the gate and of the tuner.
-    """
-
-    core: MapCore
-    runtime: settings.Settings
-    environment: settings.Settings
-    gate: str | None
-    """validation.stamp() of the decision; None where no validation record can decide it"""
-    tuned: int
-    """measurements.generation() of the decision"""
-    op: Callable[..., Tensor]
-    operands: tuple[Any, ...]
-    """the op's arguments from `map` on"""
-    prepared: _C.PreparedConv | None
-    """torch.ops.voxmma.conv with these operands; None where another op runs"""
-    dtype: torch.dtype | None
-    """that the features are converted to; None where they have it"""
-    record: Record
-    made: Made
-    """the tensors of the map"""
-
-    def holds(self) -> bool:
-        """Whether the decision would be the same now."""
-        runtime, environment = settings.state()
-        return (
-            self.runtime is runtime
-            and self.environment is environment
-            and not self.core.freed
-            and self.tuned == measurements.generation()
-            and (self.gate is None or self.gate == validation.stamp())
-        )
-
-    def run(self, x: Voxels, weight: Tensor, bias: Tensor | None) -> Voxels:
-        """The call itself."""
-        coords, feats = x._coord_set, x._feats
-        coords.use(self.made)
-        if self.dtype is not None:
-            feats = feats.to(self.dtype)
-        if self.prepared is None or has_torch_function((feats, weight, bias)):
-            y = _launch(self.op, (feats, weight, bias, *self.operands))
-        else:
-            y = self.prepared(feats, weight, bias)
-        if listening():
-            notify(self.record)
-        if observed():
-            observe(feats, weight, bias, KernelMap(coords, coords, self.core), y, self.record)
-        return Voxels._make(coords, y, x._stride, self.record)
-
-
-Key = tuple[tuple[Any, ...], bytes]
-
-
-def find_repeat(
-    x: Voxels, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...]
-) -> tuple[Key | None, Repeat | None]:
-    """Key of a call among `CoordSet.calls`, and what is there and holds. No key: the call cannot have one.
-
-    `arguments`: what the caller passed. Equal keys mean equal decisions as long as `Repeat.holds`.
-    """
-    try:
-        facts = _C.operand_facts(x._feats, weight, bias)
-        if facts is None:
-            return None, None
-        key = arguments, facts
-        found = x._coord_set.calls.get(key)
-    except TypeError:  # an argument of a wrong type: whoever checks them names it
-        return None, None
-    return key, found if found is not None and found.holds() else None
-
-
-def _launch(op: Callable[..., Tensor], operands: tuple[Any, ...]) -> Tensor:
-    device_type = operands[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        return op(*operands)
-    # The compute dtype is decided here, so the op's own autocast rule must not decide again.
-    with torch.autocast(device_type, enabled=False):
-        return op(*operands)
-
-
-def convolve(
-    feats: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mapping: KernelMap,
-    *,
-    groups: int,
-    use_fp16_accum: bool | None,
-    accumulator: str | None,
-    compute_dtype: torch.dtype,
-    out_dtype: torch.dtype | None,
-    layer: str,
-    key: Key | None = None,
-) -> tuple[Tensor, Record]:
-    """Runs a convolution whose operands have been checked, over `mapping`, and says what ran.
-
-    Args:
-        feats: (n_in, C_in), any float dtype. weight: (K, C_in, C_out), or grouped. bias: (C_out,) or None.
-        mapping: from the rows of `feats` to the rows of the result.
-        use_fp16_accum, accumulator: the call's own level of the precedence.
-        compute_dtype: of the products. out_dtype: of the result; None = compute_dtype.
-        layer: name for the record.
-        key: from `find_repeat`, under which the decision is kept for calls that are like this one.
-
-    Returns:
-        ((n_out, C_out), record).
-    """
-    before = None if key is None else (*settings.state(), measurements.generation())
-    flag = fp16_accum_flag(use_fp16_accum, accumulator)
-    chunk = 0 if accumulator is None else parse_accumulator(accumulator)[1]
-    requested, decided_by = settings.resolve_fp16_accum(flag, compute_dtype)
-    # From the weight: torch.compile may treat the features' channels as variable, a parameter's never.
-    c_in, c_out = weight.shape[-2] * groups, weight.shape[-1] * groups
-    plan = plan_call(
-        compute_dtype,
-        requested,
-        decided_by,
-        c_in,
-        c_out,
-        groups,
-        feats.device,
-        settings.get_pools(compute_dtype),
-        chunk,
-        weight.shape[0],
-    )
-    ran, _, tile, dgrad_tile, wgrad_tile = plan
-    scaled = rescaled(compute_dtype, ran, decided_by, settings.get_fp16_rescale())
-    needs_grad = torch.is_grad_enabled() and feats.requires_grad  # the weight gradient runs over `mapping`
-    opposite = [] if mapping.symmetric or not needs_grad else mapping.transposed().tensors
-    x = feats if feats.dtype == compute_dtype else feats.to(compute_dtype)
-    op, written = torch.ops.voxmma.conv, out_dtype
-    if scaled:
-        op, written = torch.ops.voxmma.conv_rescaled, out_dtype or compute_dtype
-    shared = (mapping.tensors, opposite, mapping.out_coords.num, mapping.symmetric, False)
-    operands = (*shared, ran, tile, dgrad_tile, wgrad_tile, written)
-    y = _launch(op, (x, weight, bias, *operands))
-    parts = _parts(tile, weight, mapping, feats.device)
-    record = _record(layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
-    core = mapping.core_of_one_set()
-    # float32 calls also follow torch's TF32 switches, which tell nobody when they change
-    if before is not None and key is not None and core is not None and compute_dtype != torch.float32:
-        runtime, environment, tuned = before
-        evidence = None
-        if asks_gate(compute_dtype, requested, feats.device, settings.get_pools(compute_dtype)):
-            evidence = validation.stamp()
-        prepared = None if scaled else _C.PreparedConv(*operands)
-        cast = None if feats.dtype == compute_dtype else compute_dtype
-        made = mapping.made
-        repeat = Repeat(
-            core, runtime, environment, evidence, tuned, op, operands, prepared, cast, record, made
-        )
-        coords = mapping.in_coords
-        with coords._index.lock:
-            coords.calls.pop(key, None)
-            keep(coords.calls, key, repeat, _KEPT["calls"])
-    notify(record)
-    observe(x, weight, bias, mapping, y, record)
-    return y, record

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,8 @@ class Record:
     `dgrad_tile` and `wgrad_tile` are names of the tile table; the latter two are what a backward pass of this
     call runs. `parts`: into how many fp32 sums, added in order, the forward's sums were divided because the
     set was too small for the device (docs/precision.md); 0 under torch.compile, whose calls serve many sizes.
+    `applied`: norms, activations and numbers that were applied to the result since, in order; their own
+    precision is that of torch.
     """
 
     layer: str
@@ -40,6 +42,7 @@ class Record:
     chunk: int = 0
     rescaled: bool = False
     parts: int = field(default=1, compare=False)
+    applied: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         compute, out = (str(dtype).removeprefix("torch.") for dtype in (self.compute_dtype, self.out_dtype))
@@ -50,6 +53,7 @@ class Record:
         return (
             f"{self.layer}: {accumulator} accumulator on {inputs}, tile {self.tile}{parts}; "
             f"{self.requested} requested by {self.decided_by}; {self.reason}"
+            f"{'; then ' + ', '.join(self.applied) if self.applied else ''}"
         )
 
     def as_dict(self) -> dict[str, str]:
@@ -58,13 +62,19 @@ class Record:
 
 
 def explain(voxels: Voxels) -> Record:
-    """The record of the convolution that made `voxels`.
+    """The record of the convolution that made `voxels`, and what was applied to its result since.
 
-    Operations that keep the features' layout (`with_feats`, `to`, ...) start without a record. Raises
-    TypeError when `voxels` is no Voxels, ValueError when no voxmma convolution made it.
+    It comes along through the norms and activations of voxmma.nn, through arithmetic with numbers and through
+    `detach`. TypeError when `voxels` is no Voxels, ValueError where no one convolution says what ran:
+    features given by hand (`with_feats`, `to`), sums and concatenations of several Voxels, pooling, other
+    coordinates.
     """
     if not hasattr(voxels, "_record"):
         raise TypeError(f"voxels must be a voxmma.Voxels, got {type(voxels).__name__}")
     if voxels._record is None:
-        raise ValueError("voxels carries no record: it is not the direct output of a voxmma convolution")
-    return voxels._record
+        raise ValueError(
+            "voxels carries no record: it is not the output of a voxmma convolution, nor of norms, "
+            "activations and numbers applied to one (sums and concatenations of Voxels, pooling, "
+            "with_feats() and to() start anew)"
+        )
+    return replace(voxels._record, applied=voxels._applied) if voxels._applied else voxels._record

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map
 
 from voxmma import torchflags
 from voxmma.dispatch import settings
-from voxmma.dispatch.calls import fp16_accum_flag
+from voxmma.dispatch.config import fp16_accum_flag
 from voxmma.nn.modules.sparse_conv import SparseConv3d
 from voxmma.precision.operators import (
     _CAST_RESULT,
@@ -853,7 +853,8 @@ def refuse_narrow_state(name: str, part: nn.Module, policy: PrecisionPolicy) -> 
 
 def _reset_sparse_layer(layer: nn.Module) -> None:
     """What the layer was set to before `set_sparse_layer`; the layer itself knows, copies of it too."""
-    vars(layer).update(vars(layer).pop("_without_policy", {}))
+    for name, value in vars(layer).pop("_without_policy", {}).items():
+        setattr(layer, name, value)
 
 
 def applied(module: nn.Module) -> AppliedPolicy | None:

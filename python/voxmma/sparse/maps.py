@@ -324,9 +324,10 @@ class KernelMap:
             core.sides[self.reverse] = made
             return made
 
-    def core_of_one_set(self) -> MapCore | None:
-        """The core of a symmetric map, which holds no coordinate set; None for other maps."""
-        return self._core if self.symmetric else None
+    @property
+    def core(self) -> MapCore:
+        """Both directions, without the coordinate sets."""
+        return self._core
 
     def transposed(self) -> KernelMap:
         """The opposite direction, built when first used; itself when symmetric. Twice gives an equal map."""
@@ -435,8 +436,9 @@ class KernelMap:
         if owner.maps.get(core.key) is core:
             del owner.maps[core.key]
             owner.own.pop(core.geometry, None)
-        for key in [key for key, call in tuple(owner.calls.items()) if call.core is core]:
-            owner.calls.pop(key, None)  # it holds the tensors, too
+        for coords in (self.in_coords, self.out_coords):  # calls hold the tensors, too
+            for key in [key for key, call in tuple(coords.calls.items()) if call.core is core]:
+                coords.calls.pop(key, None)
 
     def share(self) -> KernelMap:
         """Moves the CPU tensors of the map and its coordinates to shared memory, for other processes; returns
@@ -495,8 +497,8 @@ def _restore(
 def kernel_map(
     in_coords: CoordSet | Voxels,
     kernel_size: int | Sequence[int],
-    dilation: int | Sequence[int] = 1,
     *,
+    dilation: int | Sequence[int] = 1,
     stride: int | Sequence[int] = 1,
     padding: int | Sequence[int] | None = None,
     out_coords: CoordSet | Voxels | None = None,
@@ -618,6 +620,9 @@ def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
 
     ValueError when there are several: `CoordSet.remember`.
     """
+    link = coarse.finer
+    if link is not None and link.geometry.stride == stride and not link.ambiguous:
+        return link.get()
     total, found = (1, 1, 1), coarse
     while total != stride:
         link = found.finer

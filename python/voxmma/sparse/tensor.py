@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard
 
 import torch
 import torch.utils._pytree as pytree
@@ -62,6 +62,9 @@ class Voxels:
     _coord_set: CoordSet
     _stride: Triple
     _record: Record | None
+    """of the convolution that made the features"""
+    _applied: tuple[str, ...] = ()
+    """what was applied to its result since"""
 
     @_or_fields
     def __init__(
@@ -93,21 +96,38 @@ class Voxels:
         self._start(coord_set, feats, positive_triple(stride, "stride"))
 
     def _start(
-        self, coord_set: CoordSet, feats: torch.Tensor, stride: Triple, record: Record | None = None
+        self,
+        coord_set: CoordSet,
+        feats: torch.Tensor,
+        stride: Triple,
+        record: Record | None = None,
+        applied: tuple[str, ...] = (),
     ) -> None:
         self._coord_set = coord_set
         self._feats = feats
         self._stride = stride
         self._record = record
+        self._applied = applied
 
     @classmethod
     def _make(
-        cls, coord_set: CoordSet, feats: torch.Tensor, stride: Triple, record: Record | None = None
+        cls,
+        coord_set: CoordSet,
+        feats: torch.Tensor,
+        stride: Triple,
+        record: Record | None = None,
+        applied: tuple[str, ...] = (),
     ) -> Voxels:
         """From parts that fit together."""
         made = cls.__new__(cls)
-        made._start(coord_set, feats, stride, record)
+        made._start(coord_set, feats, stride, record, applied)
         return made
+
+    def _after(self, feats: torch.Tensor, what: str) -> Voxels:
+        """What a function of every row, named `what`, made of the features; the record comes along."""
+        if self._record is None:
+            return Voxels._make(self._coord_set, feats, self._stride)
+        return Voxels._make(self._coord_set, feats, self._stride, self._record, (*self._applied, what))
 
     # ---- facts ---------------------------------------------------------------------------------------------
 
@@ -154,6 +174,24 @@ class Voxels:
         """dtype of the features."""
         return self._feats.dtype
 
+    @property
+    def channels(self) -> int:
+        """Number of features C of a voxel."""
+        return self._feats.shape[1]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the features do."""
+        return self._feats.requires_grad
+
+    def __len__(self) -> int:
+        """Number of voxels N."""
+        return self._coord_set.num
+
+    def __bool__(self) -> bool:
+        """True, without voxels too: `x or other` asks whether there is an x."""
+        return True
+
     def __repr__(self) -> str:
         return (
             f"Voxels(num_voxels={self.num_voxels}, channels={self._feats.shape[1]}, dtype={self.dtype}, "
@@ -181,6 +219,11 @@ class Voxels:
         coord_set = self._coord_set if device is None else self._coord_set.to(device, non_blocking)
         return Voxels._make(coord_set, feats, self._stride)
 
+    def detach(self) -> Voxels:
+        """The same voxels, out of the autograd graph."""
+        feats = self._feats.detach()
+        return Voxels._make(self._coord_set, feats, self._stride, self._record, self._applied)
+
     def half(self) -> Voxels:
         return self.to(torch.float16)
 
@@ -207,11 +250,14 @@ class Voxels:
         return Voxels._make(self._coord_set.pin_memory(), self._feats.pin_memory(), self._stride)
 
     def __add__(self, other: object) -> Voxels:
-        """Sum of the features on equal coordinates, in this one's row order.
+        """With a number: added to every feature. With Voxels: sum of the features on equal coordinates, in
+        this one's row order.
 
         Coordinates are equal when they are the same set or hold the same voxels, in whatever row order.
         ValueError otherwise, or when batch size, stride or device differ.
         """
+        if _is_number(other):
+            return self._after(self._feats + other, f"+ {other}")
         if not isinstance(other, Voxels):
             return NotImplemented
         right = self.align(other)
@@ -221,6 +267,29 @@ class Voxels:
                 f"{right.shape[1]} on the right"
             )
         return Voxels._make(self._coord_set, self._feats + right, self._stride)
+
+    def __sub__(self, other: object) -> Voxels:
+        return self._after(self._feats - other, f"- {other}") if _is_number(other) else NotImplemented
+
+    def __rsub__(self, other: object) -> Voxels:
+        return self._after(other - self._feats, f"{other} -") if _is_number(other) else NotImplemented
+
+    def __mul__(self, other: object) -> Voxels:
+        """Every feature times a number."""
+        return self._after(self._feats * other, f"* {other}") if _is_number(other) else NotImplemented
+
+    def __truediv__(self, other: object) -> Voxels:
+        """Every feature divided by a number."""
+        return self._after(self._feats / other, f"/ {other}") if _is_number(other) else NotImplemented
+
+    def __radd__(self, other: object) -> Voxels:
+        return self + other if _is_number(other) else NotImplemented
+
+    def __rmul__(self, other: object) -> Voxels:
+        return self * other if _is_number(other) else NotImplemented
+
+    def __neg__(self) -> Voxels:
+        return self._after(-self._feats, "neg")
 
     def align(self, other: Voxels, verb: str = "add") -> torch.Tensor:
         """The features of `other`, whose coordinates are equal, in this one's row order.
@@ -404,6 +473,11 @@ class Voxels:
 
 
 # ---- helpers -----------------------------------------------------------------------------------------------
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """A real number; no bool, of which a sum would be meant by mistake."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_feats(feats: torch.Tensor, rows: int, device: torch.device) -> None:

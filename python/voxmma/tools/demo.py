@@ -112,7 +112,7 @@ def _gradients(stack: Stack, x: voxmma.Voxels, dy: Tensor) -> list[Tensor]:
 def _layer_error(call: Call) -> dict[str, Any]:
     """One layer against fp64 on the operands it was given, and what ran."""
     layer, record = call.layer, voxmma.explain(call.made)
-    mapping = kernel_map(call.given.coord_set, layer.kernel_size, layer.dilation)
+    mapping = kernel_map(call.given.coord_set, layer.kernel_size, dilation=layer.dilation)
     x = call.given.feats.detach()
     bias = None if layer.bias is None else layer.bias.detach()
     y64, abs64 = accuracy.reference_conv(x, layer.weight.detach(), mapping.pairs(), len(x), bias)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from voxmma._types import DTYPE_NAMES
 from voxmma.dispatch import measurements, settings, validation
 from voxmma.dispatch.calls import convolve
+from voxmma.dispatch.config import ConvConfig
 from voxmma.dispatch.measurements import Body, Key
 from voxmma.dispatch.record import Record
 from voxmma.dispatch.selection import card, select_tile
@@ -275,6 +276,8 @@ class Bench:
 
         split = (volume, c_in, c_out) if groups == 1 else (volume, groups, c_in // groups, c_out // groups)
         self.case = case
+        size = mapping.kernel_size
+        self.config = ConvConfig(size, groups=groups, accumulator=case.accumulator, layer="tune")
         self.w = (draw(*split) / math.sqrt(volume * c_in / groups)).to(case.dtype).requires_grad_()
         self.x = [draw(n_in, c_in).requires_grad_() for _ in range(sets)]
         self.dy = [draw(n_out, c_out) for _ in range(sets)]
@@ -288,18 +291,8 @@ class Bench:
         if case.dtype == torch.float32:
             forced["fp32_precision"] = case.precision
         with settings.override(**forced):
-            return convolve(
-                self.x[i % len(self.x)],
-                self.w,
-                None,
-                case.mapping,
-                groups=case.groups,
-                use_fp16_accum=None,
-                accumulator=case.accumulator,
-                compute_dtype=case.dtype,
-                out_dtype=None,
-                layer="tune",
-            )
+            x = self.x[i % len(self.x)]
+            return convolve(self.config, x, self.w, None, case.mapping, case.dtype)
 
     def runner(self, op: str, tile: str) -> tuple[Callable[[int], object], Tensor, Record]:
         """What to time, its result for input set 0, and the record of what ran."""

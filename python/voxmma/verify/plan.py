@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from voxmma._extension import _C
 from voxmma.dispatch import observers, validation
 from voxmma.dispatch.calls import convolve
+from voxmma.dispatch.config import ConvConfig
 from voxmma.dispatch.record import Record
 from voxmma.nn.modules.sparse_conv import sparse_layers
 from voxmma.ops.kernels import CHUNKS, parse_accumulator
@@ -178,11 +179,11 @@ def _try(accumulator: str, call: _Call, groups: int, rows: int, repeats: int) ->
     device = call.x.device
 
     def run(wanted: str) -> tuple[Tensor, Record]:
-        return convolve(
-            call.x, call.weight, call.bias, call.mapping, groups=groups, use_fp16_accum=None,
-            accumulator=wanted, compute_dtype=call.record.compute_dtype, out_dtype=call.record.out_dtype,
+        config = ConvConfig(
+            call.mapping.kernel_size, groups=groups, accumulator=wanted, out_dtype=call.record.out_dtype,
             layer=call.record.layer,
         )  # fmt: skip
+        return convolve(config, call.x, call.weight, call.bias, call.mapping, call.record.compute_dtype)
 
     with torch.no_grad():
         wide = run("fp32")[0]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from voxmma._dynamo import eager
 from voxmma._types import positive
-from voxmma.nn.functional.activation import lift
+from voxmma.nn.functional.activation import follow
 from voxmma.sparse.segments import sample_mean, spread, statistics_break
 from voxmma.sparse.tensor import Voxels
 
@@ -42,7 +42,7 @@ def batch_norm(
             own = False
         return F.batch_norm(feats, mean, var, weight, bias, own, momentum, eps)
 
-    return lift(normalise, x)
+    return follow("batch_norm", normalise, x)
 
 
 def sync_batch_norm(
@@ -80,7 +80,7 @@ def sync_batch_norm(
                     running.lerp_(now.to(running.dtype), rate.to(running.dtype))
         return _affine(centred * torch.rsqrt(var + eps), weight, bias).to(feats.dtype)
 
-    return lift(normalise, x)
+    return follow("sync_batch_norm", normalise, x)
 
 
 # ---- statistics per sample ---------------------------------------------------------------------------------
@@ -117,7 +117,8 @@ def group_norm(
 
     centred = values - spread(group_mean(values), coords)
     scale = torch.rsqrt(group_mean(centred.square()) + eps)
-    return x.with_feats(_affine(centred * spread(scale, coords), weight, bias).to(x.dtype))
+    feats = _affine(centred * spread(scale, coords), weight, bias).to(x.dtype)
+    return x._after(feats, f"group_norm({num_groups})")
 
 
 _group_norm_outside = eager(group_norm)

@@ -14,14 +14,8 @@ import torch
 from torch import Tensor
 
 from voxmma._dynamo import eager
-from voxmma.nn.functional.sparse_conv import (
-    KernelSize,
-    Target,
-    dilation_triple,
-    kernel_triple,
-    resolve_map,
-    stride_triple,
-)
+from voxmma.dispatch.config import KernelSize, dilation_triple, kernel_triple, stride_triple
+from voxmma.dispatch.mapping import Target, resolve_map
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.maps import Geometry, KernelMap, padding_triple, traceable
 from voxmma.sparse.points import FEATURE_DTYPES
@@ -88,9 +82,9 @@ def max_pool(
     x: Voxels,
     kernel_size: KernelSize,
     stride: KernelSize | None = None,
+    *,
     dilation: KernelSize = 1,
     padding: KernelSize | None = None,
-    *,
     coords: Target | None = None,
     kernel_map: KernelMap | None = None,
 ) -> Voxels:
@@ -121,9 +115,9 @@ def max_pool_with_indices(
     x: Voxels,
     kernel_size: KernelSize,
     stride: KernelSize | None = None,
+    *,
     dilation: KernelSize = 1,
     padding: KernelSize | None = None,
-    *,
     coords: Target | None = None,
     kernel_map: KernelMap | None = None,
 ) -> tuple[Voxels, PoolIndices]:
@@ -135,9 +129,9 @@ def min_pool(
     x: Voxels,
     kernel_size: KernelSize,
     stride: KernelSize | None = None,
+    *,
     dilation: KernelSize = 1,
     padding: KernelSize | None = None,
-    *,
     coords: Target | None = None,
     kernel_map: KernelMap | None = None,
 ) -> Voxels:
@@ -149,9 +143,9 @@ def min_pool_with_indices(
     x: Voxels,
     kernel_size: KernelSize,
     stride: KernelSize | None = None,
+    *,
     dilation: KernelSize = 1,
     padding: KernelSize | None = None,
-    *,
     coords: Target | None = None,
     kernel_map: KernelMap | None = None,
 ) -> tuple[Voxels, PoolIndices]:
@@ -246,9 +240,9 @@ def sum_pool(
     x: Voxels,
     kernel_size: KernelSize,
     stride: KernelSize | None = None,
+    *,
     dilation: KernelSize = 1,
     padding: KernelSize | None = None,
-    *,
     coords: Target | None = None,
     kernel_map: KernelMap | None = None,
 ) -> Voxels:
@@ -260,9 +254,9 @@ def avg_pool(
     x: Voxels,
     kernel_size: KernelSize,
     stride: KernelSize | None = None,
+    *,
     dilation: KernelSize = 1,
     padding: KernelSize | None = None,
-    *,
     coords: Target | None = None,
     kernel_map: KernelMap | None = None,
 ) -> Voxels:

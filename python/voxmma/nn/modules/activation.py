@@ -13,7 +13,7 @@ class _OnVoxels(nn.Module):
     """Mixin in front of a torch layer: its forward on the features of Voxels, or on a tensor as it is."""
 
     def forward(self, x: Any) -> Any:
-        return activation.lift(super().forward, x)
+        return activation.follow(type(self).__name__, super().forward, x)
 
 
 class ReLU(_OnVoxels, nn.ReLU):
@@ -44,8 +44,11 @@ class Dropout(_OnVoxels, nn.Dropout):
     """torch.nn.Dropout on Voxels: drops single features."""
 
 
-class Linear(_OnVoxels, nn.Linear):
+class Linear(nn.Linear):
     """torch.nn.Linear on Voxels: (N, in_features) -> (N, out_features)."""
+
+    def forward(self, x: Any) -> Any:
+        return activation.lift(super().forward, x)
 
 
 class LayerNorm(_OnVoxels, nn.LayerNorm):

@@ -20,7 +20,7 @@ class Lift(nn.Module):
         self.module = module
 
     def forward(self, x: Any) -> Any:
-        return activation.lift(self.module, x)
+        return activation.apply_module(self.module, x)
 
 
 class Prune(nn.Module):
@@ -40,7 +40,7 @@ class Sequential(nn.Sequential):
 
     def forward(self, x: Any) -> Any:
         for module in self:
-            x = activation.lift(module, x) if _is_plain(module) else module(x)
+            x = activation.apply_module(module, x) if _is_plain(module) else module(x)
         return x
 
 

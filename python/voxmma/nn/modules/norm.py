@@ -26,7 +26,7 @@ class BatchNorm(nn.BatchNorm1d):
     def forward(self, x: Any) -> Any:
         rows = x.num_voxels if isinstance(x, Voxels) else x.shape[0]
         if rows >= 2:
-            return activation.lift(super().forward, x)
+            return activation.follow("BatchNorm", super().forward, x)
         mean, var = self.running_mean, self.running_var
         return norm.batch_norm(x, mean, var, self.weight, self.bias, self.training, 0.0, self.eps)
 

@@ -9,15 +9,9 @@ import torch
 from torch import nn
 
 from voxmma._types import planar
+from voxmma.dispatch.config import KernelSize, check_window, dilation_triple, kernel_triple, stride_triple
+from voxmma.dispatch.mapping import Target
 from voxmma.nn.functional import pool as F
-from voxmma.nn.functional.sparse_conv import (
-    KernelSize,
-    Target,
-    check_window,
-    dilation_triple,
-    kernel_triple,
-    stride_triple,
-)
 from voxmma.nn.modules.sparse_conv import KernelSize2d
 from voxmma.sparse.derive import check_max_voxels
 from voxmma.sparse.maps import KernelMap, padding_triple
@@ -29,6 +23,7 @@ class _Pool3d(nn.Module):
         self,
         kernel_size: KernelSize,
         stride: KernelSize | None = None,
+        *,
         dilation: KernelSize = 1,
         padding: KernelSize | None = None,
     ) -> None:
@@ -51,8 +46,8 @@ class _Pool3d(nn.Module):
             x,
             self.kernel_size,
             self.stride,
-            self.dilation,
-            self.padding,
+            dilation=self.dilation,
+            padding=self.padding,
             coords=coords,
             kernel_map=kernel_map,
         )
@@ -73,11 +68,12 @@ class _ExtremePool3d(_Pool3d):
         self,
         kernel_size: KernelSize,
         stride: KernelSize | None = None,
+        *,
         dilation: KernelSize = 1,
         padding: KernelSize | None = None,
         return_indices: bool = False,
     ) -> None:
-        super().__init__(kernel_size, stride, dilation, padding)
+        super().__init__(kernel_size, stride, dilation=dilation, padding=padding)
         self.return_indices = return_indices
 
     def forward(self, x: Voxels, kernel_map: KernelMap | None = None, *, coords: Target | None = None) -> Any:
@@ -87,8 +83,9 @@ class _ExtremePool3d(_Pool3d):
         """
         if not self.return_indices:
             return super().forward(x, kernel_map, coords=coords)
-        window = self.kernel_size, self.stride, self.dilation, self.padding
-        return self._pool_with_indices(x, *window, coords=coords, kernel_map=kernel_map)
+        where: dict[str, Any] = {"coords": coords, "kernel_map": kernel_map}
+        window = {"dilation": self.dilation, "padding": self.padding}
+        return self._pool_with_indices(x, self.kernel_size, self.stride, **window, **where)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", return_indices=True" if self.return_indices else "")
@@ -137,6 +134,7 @@ class _Planar(_Pool3d):
         self,
         kernel_size: KernelSize2d,
         stride: KernelSize2d | None = None,
+        *,
         dilation: KernelSize2d = 1,
         padding: KernelSize2d | None = None,
         **options: Any,
@@ -144,8 +142,8 @@ class _Planar(_Pool3d):
         super().__init__(
             planar(kernel_size, "kernel_size"),
             None if stride is None else planar(stride, "stride"),
-            planar(dilation, "dilation"),
-            None if padding is None else planar(padding, "padding", 0),
+            dilation=planar(dilation, "dilation"),
+            padding=None if padding is None else planar(padding, "padding", 0),
             **options,
         )
 

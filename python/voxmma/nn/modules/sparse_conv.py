@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import nn
 
-from voxmma._dynamo import eager
-from voxmma._types import planar, positive
-from voxmma.dispatch.calls import fp16_accum_flag
-from voxmma.nn.functional.sparse_conv import (
-    KernelSize,
-    Target,
-    check_compute_dtype,
-    check_window,
-    dilation_triple,
-    kernel_triple,
-    resolve_map,
-    sparse_conv,
-    stride_triple,
-)
-from voxmma.sparse.derive import check_max_voxels
-from voxmma.sparse.maps import Geometry, KernelMap, padding_triple, traceable
+from voxmma._types import Triple, integers, planar, positive
+from voxmma.dispatch.calls import call
+from voxmma.dispatch.config import ConvConfig, KernelSize, check_window, fp16_accum_flag
+from voxmma.dispatch.mapping import Target, resolve_map
+from voxmma.sparse.maps import KernelMap, padding_triple
 from voxmma.sparse.tensor import Voxels
 
 KernelSize2d = int | tuple[int, int]
+_V = TypeVar("_V")
+
+
+class _Setting(Generic[_V]):
+    """An attribute of a layer that is a field of its config; setting it replaces the config."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, layer: None, owner: type) -> _Setting[_V]: ...
+    @overload
+    def __get__(self, layer: nn.Module, owner: type) -> _V: ...
+    def __get__(self, layer: Any, owner: type) -> Any:
+        return self if layer is None else getattr(layer.__dict__["config"], self.name)
+
+    def __set__(self, layer: Any, value: _V) -> None:
+        layer.config = replace(layer.config, **{self.name: value})
 
 
 class SparseConv3d(nn.Module):
@@ -43,7 +53,8 @@ class SparseConv3d(nn.Module):
 
     Args:
         in_channels, out_channels: channels, divisible by groups.
-        kernel_size: one int or three, 1 to 9 each. stride, dilation: one int or three.
+        kernel_size: one int or three, 1 to 9 each. stride, dilation: one int or three. What follows `stride`
+            goes by keyword.
         transposed, generative: see above.
         use_fp16_accum: True asks for fp16 accumulators, False forbids them, None leaves it to
             voxmma.set_fp16_accum, the environment and the automatic rule. accumulator='fp16' or 'fp32' says
@@ -55,15 +66,31 @@ class SparseConv3d(nn.Module):
         max_voxels: most voxels the layer may make, default 2^26.
         device, dtype: of the parameters.
 
-    The attribute `out_dtype` (None, the compute dtype, until set) may be torch.float32: results as they leave
-    the accumulator, not rounded to half.
+    The arguments but for channels, device and dtype are attributes, which may be set: `layer.config`, what a
+    call is decided by, is replaced. So is `out_dtype` (None, the compute dtype, until set), which may be
+    torch.float32: results as they leave the accumulator, not rounded to half.
+
+    A state dict says the kernel size (in its metadata, which `torch.save` keeps): weights of one shape do not
+    load into a layer whose kernel lies along other axes. Without metadata the shape alone is compared.
 
     Raises ValueError naming the argument that is out of range.
     """
 
+    config: ConvConfig
     weight: nn.Parameter
     bias: nn.Parameter | None
-    out_dtype: torch.dtype | None = None
+    kernel_size = _Setting[Triple]()
+    stride = _Setting[Triple]()
+    dilation = _Setting[Triple]()
+    padding = _Setting[Triple]()
+    groups = _Setting[int]()
+    transposed = _Setting[bool]()
+    generative = _Setting[bool]()
+    max_voxels = _Setting["int | None"]()
+    use_fp16_accum = _Setting["bool | None"]()
+    accumulator = _Setting["str | None"]()
+    compute_dtype = _Setting["torch.dtype | None"]()
+    out_dtype = _Setting["torch.dtype | None"]()
 
     def __init__(
         self,
@@ -71,6 +98,7 @@ class SparseConv3d(nn.Module):
         out_channels: int,
         kernel_size: KernelSize,
         stride: KernelSize = 1,
+        *,
         dilation: KernelSize = 1,
         groups: int = 1,
         bias: bool = True,
@@ -79,7 +107,6 @@ class SparseConv3d(nn.Module):
         use_fp16_accum: bool | None = None,
         accumulator: str | None = None,
         compute_dtype: torch.dtype | None = None,
-        *,
         padding: KernelSize | None = None,
         max_voxels: int | None = None,
         device: torch.device | str | None = None,
@@ -92,24 +119,28 @@ class SparseConv3d(nn.Module):
         for name, value in (("in_channels", in_channels), ("out_channels", out_channels)):
             if value % groups:
                 raise ValueError(f"{name}={value} is not divisible by groups={groups}")
-        check_compute_dtype(compute_dtype)
         fp16_accum_flag(use_fp16_accum, accumulator)
+        config = ConvConfig(
+            kernel_size,  # type: ignore[arg-type]  # made triples there
+            stride,  # type: ignore[arg-type]
+            dilation,  # type: ignore[arg-type]
+            groups,
+            padding,  # type: ignore[arg-type]
+            transposed,
+            generative,
+            max_voxels,
+            use_fp16_accum,
+            accumulator,
+            compute_dtype,
+        )
+        size, step, spread, pad = config.geometry
+        check_window(size, step, spread, pad, generative)
+        name = f"{type(self).__name__}({in_channels}, {out_channels}, {'x'.join(map(str, size))})"
+        self.config = replace(config, padding=pad, layer=name)
         self.in_channels = in_channels
         self.out_channels = out_channels
-        self.kernel_size = kernel_triple(kernel_size)
-        self.stride = stride_triple(stride)
-        self.dilation = dilation_triple(dilation)
-        self.padding = padding_triple(padding, self.kernel_size, self.dilation)
-        self.groups = groups
-        self.transposed = transposed
-        self.generative = generative
-        check_window(self.kernel_size, self.stride, self.dilation, self.padding, generative)
-        self.max_voxels = None if max_voxels is None else check_max_voxels(max_voxels)
-        self.use_fp16_accum = use_fp16_accum
-        self.accumulator = accumulator
-        self.compute_dtype = compute_dtype
         shape = (in_channels // groups, out_channels // groups)
-        lead = (math.prod(self.kernel_size),) if groups == 1 else (math.prod(self.kernel_size), groups)
+        lead = (config.volume,) if groups == 1 else (config.volume, groups)
         self.weight = nn.Parameter(torch.empty(*lead, *shape, device=device, dtype=dtype))
         if bias:
             self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype))
@@ -127,18 +158,8 @@ class SparseConv3d(nn.Module):
     def kernel_map(self, x: Voxels, coords: Target | None = None) -> KernelMap:
         """The map that `forward(x, coords=coords)` runs over; its `transposed()` is that of the layer's
         inverse."""
-        made, _, _ = resolve_map(
-            x,
-            self.kernel_size,
-            self.stride,
-            self.dilation,
-            self.padding,
-            self.transposed,
-            self.generative,
-            coords,
-            self.max_voxels,
-        )
-        return made
+        c = self.config
+        return resolve_map(x, *c.geometry, c.transposed, c.generative, coords, c.max_voxels)[0]
 
     def forward(
         self, x: Voxels, kernel_map: KernelMap | None = None, *, coords: Target | None = None
@@ -149,33 +170,37 @@ class SparseConv3d(nn.Module):
         the outputs shall be (a Voxels, a CoordSet or a tensor). Errors as in
         voxmma.nn.functional.spatially_sparse_conv.
         """
-        if torch.compiler.is_compiling() and kernel_map is None and isinstance(x, Voxels):
-            geometry = Geometry(self.kernel_size, self.stride, self.dilation, self.padding)
-            if not traceable(x.coord_set, geometry, self.generative or coords is not None):
-                return _outside(self, x, coords)
         own: dict[str, Any] = self._parameters
         if type(self) in _PLAIN and "weight" in own and "bias" in own:
             weight, bias = own["weight"], own["bias"]  # as Module.__getattr__ finds them, but fast
         else:
             weight, bias = self.weight, self.bias
-        arguments = (
-            self.kernel_size,
-            self.stride,
-            self.dilation,
-            self.groups,
-            self.padding,
-            self.transposed,
-            self.generative,
-            self.max_voxels,
-            self.use_fp16_accum,
-            self.accumulator,
-            self.compute_dtype,
-            self.out_dtype,
-            type(self),
-            self.in_channels,
-            self.out_channels,
-        )
-        return sparse_conv(x, weight, bias, arguments, coords, kernel_map)
+        return call(self.config, x, weight, bias, coords=coords, kernel_map=kernel_map)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if metadata is not None:
+            metadata["kernel_size"] = self.kernel_size
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        saved = integers(local_metadata.get("kernel_size", self.kernel_size), 3)
+        if saved != self.kernel_size:
+            error_msgs.append(
+                f"{prefix}weight was saved by a layer of kernel_size={saved}, this one has {self.kernel_size}"
+            )
+            return
+        found = missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *found)
 
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
@@ -204,12 +229,28 @@ def sparse_layers(model: nn.Module) -> dict[str, SparseConv3d]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseConv3d)}
 
 
-@eager
-def _outside(layer: SparseConv3d, x: Voxels, coords: Target | None) -> Voxels:
-    """A layer between two graphs of torch.compile, so that it traces no cache and no bookkeeping."""
-    return SparseConv3d.forward(layer, x, coords=coords)
+_C = TypeVar("_C", bound=type[SparseConv3d])
 
 
+def _options_of(base: Callable[..., None], *without: str) -> Callable[[_C], _C]:
+    """Gives a class whose constructor passes `**options` on the signature of what they go to.
+
+    Its own parameters replace those of the same name, annotations included.
+    """
+
+    def sign(cls: _C) -> _C:
+        own = inspect.signature(cls.__init__).parameters
+        kept = [
+            own.get(name, p) for name, p in inspect.signature(base).parameters.items() if name not in without
+        ]
+        signature = inspect.Signature(kept, return_annotation=None)
+        cls.__init__.__signature__ = signature  # type: ignore[attr-defined]
+        return cls
+
+    return sign
+
+
+@_options_of(SparseConv3d.__init__, "transposed")
 class SparseConvTranspose3d(SparseConv3d):
     """Transposed sparse convolution: SparseConv3d(..., transposed=True), stride where one expects it.
 
@@ -227,39 +268,12 @@ class SparseConvTranspose3d(SparseConv3d):
         out_channels: int,
         kernel_size: KernelSize,
         stride: KernelSize = 1,
-        dilation: KernelSize = 1,
-        groups: int = 1,
-        bias: bool = True,
-        generative: bool = False,
-        use_fp16_accum: bool | None = None,
-        accumulator: str | None = None,
-        compute_dtype: torch.dtype | None = None,
-        *,
-        padding: KernelSize | None = None,
-        max_voxels: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            dilation,
-            groups,
-            bias,
-            True,
-            generative,
-            use_fp16_accum,
-            accumulator,
-            compute_dtype,
-            padding=padding,
-            max_voxels=max_voxels,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_channels, out_channels, kernel_size, stride, transposed=True, **options)
 
 
+@_options_of(SparseConv3d.__init__)
 class SparseConv2d(SparseConv3d):
     """SparseConv3d over x and y alone: every z is a plane of its own (plain 2-D data has z = 0 everywhere).
 
@@ -274,40 +288,23 @@ class SparseConv2d(SparseConv3d):
         out_channels: int,
         kernel_size: KernelSize2d,
         stride: KernelSize2d = 1,
-        dilation: KernelSize2d = 1,
-        groups: int = 1,
-        bias: bool = True,
-        transposed: bool = False,
-        generative: bool = False,
-        use_fp16_accum: bool | None = None,
-        accumulator: str | None = None,
-        compute_dtype: torch.dtype | None = None,
         *,
+        dilation: KernelSize2d = 1,
         padding: KernelSize2d | None = None,
-        max_voxels: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(
             in_channels,
             out_channels,
             planar(kernel_size, "kernel_size"),
             planar(stride, "stride"),
-            planar(dilation, "dilation"),
-            groups,
-            bias,
-            transposed,
-            generative,
-            use_fp16_accum,
-            accumulator,
-            compute_dtype,
+            dilation=planar(dilation, "dilation"),
             padding=None if padding is None else planar(padding, "padding", 0),
-            max_voxels=max_voxels,
-            device=device,
-            dtype=dtype,
+            **options,
         )
 
 
+@_options_of(SparseConv2d.__init__, "transposed")
 class SparseConvTranspose2d(SparseConv2d):
     """SparseConvTranspose3d over x and y alone, as SparseConv2d is SparseConv3d over them."""
 
@@ -317,37 +314,9 @@ class SparseConvTranspose2d(SparseConv2d):
         out_channels: int,
         kernel_size: KernelSize2d,
         stride: KernelSize2d = 1,
-        dilation: KernelSize2d = 1,
-        groups: int = 1,
-        bias: bool = True,
-        generative: bool = False,
-        use_fp16_accum: bool | None = None,
-        accumulator: str | None = None,
-        compute_dtype: torch.dtype | None = None,
-        *,
-        padding: KernelSize2d | None = None,
-        max_voxels: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            dilation,
-            groups,
-            bias,
-            True,
-            generative,
-            use_fp16_accum,
-            accumulator,
-            compute_dtype,
-            padding=padding,
-            max_voxels=max_voxels,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_channels, out_channels, kernel_size, stride, transposed=True, **options)
 
 
 #: The classes whose parameters are attributes like any other: subclasses may compute theirs.

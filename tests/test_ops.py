@@ -515,11 +515,12 @@ def test_cpu_only_build_says_what_is_missing():
         _C.index_coords(torch.zeros(1, 4, dtype=torch.int32), bounds=[])
     with pytest.raises(RuntimeError, match=missing):
         _C.StreamEvent.record(0)
+    x, rows = torch.zeros(1, 4), torch.zeros(1).long()
     with (
         torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.CUDA),
         pytest.raises(RuntimeError, match=missing),
     ):
-        torch.ops.voxmma.segment_sum(torch.zeros(1, 4), torch.zeros(1).long(), torch.zeros(1).long())
+        torch.ops.voxmma.segment_sum(x, rows, rows)
     assert _C.kernel_configs() == [] and _C.CUDA_ARCHS == [] and _C.CUDA_VERSION == ""
 
 

@@ -1,4 +1,4 @@
-"""Builds voxmma._C: the torch-free kernel library by CMakeLists.txt, then csrc/binding.cpp against torch.
+"""Builds voxmma._C: the torch-free kernel library by CMakeLists.txt, then csrc/torch against torch.
 
 Environment variables (all optional):
 
@@ -9,7 +9,7 @@ CUDA_HOME, CUDA_PATH   the CUDA toolkit; else the nvcc on PATH leads to it
 VOXMMA_CUTLASS_DIR     CUTLASS' headers (else third_party/cutlass, the nvidia-cutlass wheel, a download)
 MAX_JOBS               compiler processes at a time, default 2
 VOXMMA_LINEINFO        1: keep source lines in the kernels, for profilers and compute-sanitizer
-VOXMMA_RACECHECK       1: a build that compute-sanitizer's racecheck can follow (csrc/conv/sm90.cuh says why)
+VOXMMA_RACECHECK       1: a build that compute-sanitizer's racecheck can follow (csrc/common/memory.cuh: why)
 
 Build files stay in build/, by architecture and Python, so that a second build compiles only what changed.
 In place, for the interpreter at hand: ``python setup.py build_ext --inplace``.
@@ -30,6 +30,7 @@ import sys
 import sysconfig
 import zipfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -329,9 +330,33 @@ def static_runtime(toolkit: Toolkit) -> Path:
     )
 
 
-def stale(target: Path, sources: list[Path]) -> bool:
-    """Whether target is missing or older than one of sources."""
-    return not target.exists() or any(s.stat().st_mtime > target.stat().st_mtime for s in sources)
+def binding_sources(cuda: bool) -> list[Path]:
+    """The sources of the binding; those in csrc/torch/cuda call the kernel library."""
+    folder = ROOT / "csrc" / "torch"
+    return sorted([*folder.glob("*.cpp"), *(folder.glob("cuda/*.cpp") if cuda else ())])
+
+
+def stale(target: Path, command: list[str]) -> bool:
+    """Whether an object is missing, made by another command, or older than a file that it was made from."""
+    depends, made_by = target.with_suffix(".d"), target.with_suffix(".command")
+    if not (target.exists() and depends.exists() and made_by.exists()):
+        return True
+    if made_by.read_text() != shlex.join(command):
+        return True
+    # make's rule "object: file file \\": a space in a name is written "\\ "
+    rule = depends.read_text().partition(": ")[2].replace("\\\n", " ")
+    inputs = [Path(name.replace("\\ ", " ")) for name in re.split(r"(?<!\\)\s+", rule.strip())]
+    made = target.stat().st_mtime
+    return any(not path.exists() or path.stat().st_mtime > made for path in inputs)
+
+
+def compile_object(command: list[str], source: Path, target: Path) -> None:
+    """Compiles a source where its object is stale."""
+    command = [*command, "-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
+    if stale(target, command):
+        target.unlink(missing_ok=True)
+        subprocess.run(command, check=True)
+        target.with_suffix(".command").write_text(shlex.join(command))
 
 
 def compile_command(compiler: list[str], torch: Torch, toolkit: Toolkit | None) -> list[str]:
@@ -339,12 +364,12 @@ def compile_command(compiler: list[str], torch: Torch, toolkit: Toolkit | None) 
     macros = ["TORCH_EXTENSION_NAME=_C", f"_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}"]
     include = torch.folder / "include"
     includes = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
-    includes.append(ROOT / "csrc" / "include")
     if toolkit is not None:
         macros.append("VOXMMA_WITH_CUDA")
         includes += cuda_includes(toolkit.home)
     flags = ["-std=c++20", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall"]  # torch 2.14 needs C++20
     flags += [f"-D{macro}" for macro in macros]
+    flags += [f"-I{ROOT / 'csrc' / 'include'}"]  # what is behind -isystem does not make an object stale
     return [*compiler, *flags, *(word for folder in includes for word in ("-isystem", str(folder)))]
 
 
@@ -380,18 +405,22 @@ def build_binding(compiler: list[str], output: Path, env: Mapping[str, str]) -> 
     if not info.exists() or info.read_text() != text:
         info.write_text(text)
 
-    binding = ROOT / "csrc" / "binding.cpp"
-    depends = [binding, *sorted((ROOT / "csrc" / "include" / "voxmma").glob("*.h")), Path(__file__)]
-    objects = []
-    for source, inputs in ((binding, depends), (info, [info])):
-        target = folder / (source.stem + ".o")
-        if stale(target, inputs):
-            command = [*compile_command(compiler, torch, toolkit), "-c", str(source), "-o", str(target)]
-            subprocess.run(command, check=True)
-        objects.append(str(target))
+    command = compile_command(compiler, torch, toolkit)
+    sources = [info, *binding_sources(toolkit is not None)]
+    objects = [folder / f"{source.parent.name}-{source.stem}.o" for source in sources]
+    with ThreadPoolExecutor(int(env.get("MAX_JOBS") or "2")) as pool:
+        list(pool.map(compile_object, [command] * len(sources), sources, objects))
     fresh = output.with_name(output.name + ".new")
     output.parent.mkdir(parents=True, exist_ok=True)
-    command = [*compiler, "-shared", "-o", str(fresh), *objects, *libraries, f"-L{torch.folder / 'lib'}"]
+    command = [
+        *compiler,
+        "-shared",
+        "-o",
+        str(fresh),
+        *map(str, objects),
+        *libraries,
+        f"-L{torch.folder / 'lib'}",
+    ]
     command += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--exclude-libs,ALL"]
     subprocess.run(command, check=True)
     os.replace(fresh, output)
@@ -427,7 +456,7 @@ def main() -> None:
     # Without a torch to build against, pip's isolated build is asked for the newest, as the dependency is.
     isolated = "setuptools.build_meta" in sys.modules
     setup(
-        ext_modules=[Extension("voxmma._C", ["csrc/binding.cpp"])],
+        ext_modules=[Extension("voxmma._C", [str(p.relative_to(ROOT)) for p in binding_sources(True)])],
         cmdclass={"build_ext": BuildExt},
         setup_requires=["torch>=2.6"] if isolated and locate("torch") is None else [],
     )

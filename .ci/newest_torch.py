@@ -69,7 +69,8 @@ def main() -> None:
     torch = build.read_torch(headers())
     toolkit = build.choose_toolkit(os.environ, None)
     command = build.compile_command(build.find_compiler(os.environ), torch, toolkit)
-    subprocess.run([*command, "-fsyntax-only", str(ROOT / "csrc" / "binding.cpp")], check=True)
+    sources = map(str, build.binding_sources(toolkit is not None))
+    subprocess.run([*command, "-fsyntax-only", *sources], check=True)
     print(f"the binding compiles against torch {torch.version}, {'with' if toolkit else 'without'} CUDA")
 
 

@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --channels 8,32,64,128
 
-racecheck wants a build with VOXMMA_RACECHECK=1 (csrc/conv/sm90.cuh says why). The option
+racecheck wants a build with VOXMMA_RACECHECK=1 (csrc/common/memory.cuh says why). The option
 `--kernel-name kns=voxmma` saves time. Needs a CUDA GPU. Scenes: a hollow ball (unique rows of a tile
 fit one pass), a full box (two passes), random points, and so many of them that no tile is shared by several
 CTAs (docs/precision.md, "Small sets"), as all others are. Every result is compared with fp64, so that a run

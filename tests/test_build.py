@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -175,11 +176,60 @@ def test_failed_download_says_how_to_get_cutlass(build, tmp_path, monkeypatch):
 def test_every_cuda_source_is_built(build):
     """A source that CMakeLists.txt does not name is never compiled, and nobody is told."""
     text = (ROOT / "CMakeLists.txt").read_text()
-    sources = [
-        p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cu", ".cpp"} and p.name != "binding.cpp"
-    ]
-    named = [p.relative_to(ROOT).as_posix() for p in sources]
+    sources = {p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cu", ".cpp"}}
+    binding = set(build.binding_sources(cuda=True))
+    named = [p.relative_to(ROOT).as_posix() for p in sources - binding]
     assert named and [n for n in named if n not in text] == []
+    assert binding == {p for p in sources if (ROOT / "csrc" / "torch") in p.parents}
+    assert binding - set(build.binding_sources(cuda=False)) == set((ROOT / "csrc/torch/cuda").glob("*.cpp"))
+
+
+def test_an_object_is_compiled_again_only_when_needed(build, tmp_path, monkeypatch):
+    runs: list[str] = []
+    folder = tmp_path / "a folder"  # a space, as make's rules write it
+    folder.mkdir()
+    source, header, target = folder / "x.cpp", folder / "x.h", tmp_path / "x.o"
+    source.write_text("")
+    header.write_text("")
+
+    def compiler(command, check):
+        runs.append(command[0])
+        target.write_text("")
+        names = " \\\n ".join(str(p).replace(" ", "\\ ") for p in (source, header))
+        target.with_suffix(".d").write_text(f"{target}: {names}\n")
+
+    def compiled(command="c++"):
+        before = len(runs)
+        build.compile_object([command], source, target)
+        return len(runs) > before
+
+    def touch(path):
+        later = target.stat().st_mtime + 10
+        os.utime(path, (later, later))
+
+    monkeypatch.setattr(build.subprocess, "run", compiler)
+    assert compiled() and not compiled()
+    for path in (source, header):
+        touch(path)
+        assert compiled()
+        os.utime(path, (0, 0))
+        assert not compiled()
+    assert compiled("clang++") and not compiled("clang++")
+    header.unlink()
+    assert compiled("clang++")
+
+
+def test_an_object_that_failed_to_compile_is_compiled_again(build, tmp_path, monkeypatch):
+    def compiler(command, check):
+        raise subprocess.CalledProcessError(1, command)
+
+    target = tmp_path / "x.o"
+    for suffix in (".o", ".d"):
+        target.with_suffix(suffix).write_text("")
+    monkeypatch.setattr(build.subprocess, "run", compiler)
+    for _ in range(2):
+        with pytest.raises(subprocess.CalledProcessError):
+            build.compile_object(["c++"], tmp_path / "x.cpp", target)
 
 
 def test_build_id_follows_sources_architectures_and_compiler(build, tmp_path, monkeypatch):

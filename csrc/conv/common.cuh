@@ -1,154 +1,18 @@
-// Helpers shared by every convolution kernel: types, asynchronous copies, ldmatrix, swizzle, stores, launch.
+// Helpers shared by every convolution kernel: the walk over a plan, work shared by several CTAs, launch.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
+#include "../common/epilogue.cuh"
+#include "../common/memory.cuh"
+#include "../common/types.cuh"
 #include "voxmma/kernels.h"
 
 namespace voxmma {
 
-// ---- types -----------------------------------------------------------------------------------------------------
-template <DType D>
-struct TypeOf;
-template <>
-struct TypeOf<DType::f16> {
-  using type = __half;
-};
-template <>
-struct TypeOf<DType::bf16> {
-  using type = __nv_bfloat16;
-};
-template <>
-struct TypeOf<DType::f32> {
-  using type = float;
-};
-template <>
-struct TypeOf<DType::f64> {
-  using type = double;
-};
-template <DType D>
-using type_of = typename TypeOf<D>::type;
-
-constexpr int dtype_bytes(DType d) { return d == DType::f64 ? 8 : d == DType::f32 ? 4 : 2; }
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// One rounding, to nearest even, whatever the pair of types.
-template <class To, class From>
-__device__ __forceinline__ To convert(From v) {
-  if constexpr (std::is_same_v<To, From>) {
-    return v;
-  } else if constexpr (std::is_same_v<From, __half>) {
-    return convert<To>(__half2float(v));
-  } else if constexpr (std::is_same_v<From, __nv_bfloat16>) {
-    return convert<To>(__bfloat162float(v));
-  } else if constexpr (std::is_same_v<To, __half>) {
-    if constexpr (std::is_same_v<From, double>)
-      return __double2half(v);
-    else
-      return __float2half_rn(v);
-  } else if constexpr (std::is_same_v<To, __nv_bfloat16>) {
-    if constexpr (std::is_same_v<From, double>)
-      return __double2bfloat16(v);
-    else
-      return __float2bfloat16_rn(v);
-  } else {
-    return static_cast<To>(v);
-  }
-}
-
-// Two floats as one 32-bit register of a 16-bit type, x in the low half.
-template <class T>
-__device__ __forceinline__ uint32_t pack2(float x, float y) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 v = __floats2half2_rn(x, y);
-    return reinterpret_cast<const uint32_t&>(v);
-  } else {
-    const __nv_bfloat162 v = __floats2bfloat162_rn(x, y);
-    return reinterpret_cast<const uint32_t&>(v);
-  }
-}
-
-__device__ __forceinline__ float2 unpack_half2(uint32_t v) {
-  return __half22float2(reinterpret_cast<const __half2&>(v));
-}
-
-// ---- shared memory -----------------------------------------------------------------------------------------------
-// Where the 16-byte piece `piece` of row `row` lies in a row of `row_bytes` bytes (kernels.h). 8 rows that follow each
-// other, or any 8 rows with different low bits, put the same piece into 8 different groups of four banks.
-__host__ __device__ constexpr int swizzle(int row, int piece, int row_bytes) {
-  return row_bytes == 128 || row_bytes == 256 ? piece ^ (row & 7)
-         : row_bytes == 64                    ? piece ^ ((row >> 1) & 3)
-         : row_bytes == 32                    ? piece ^ ((row >> 2) & 1)
-                                              : piece;
-}
-
-__device__ __forceinline__ uint32_t smem_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-// Copies `bytes` (0..16) of 16, the rest becomes zero. Nothing is read when bytes == 0.
-__device__ __forceinline__ void cp_async16(uint32_t dst, const void* src, int bytes = 16) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int N>
-__device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
-}
-
-// Four 8x8 matrices of 16-bit values: lanes 8 t .. 8 t + 7 give the row addresses of matrix t, r[t] receives it.
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-// mbarrier of sm_80 and newer. `count` arrivals complete a phase; wait(parity) returns once phase `parity` is complete.
-// Arrivals of a warp that gives a buffer back. One is enough behind a __syncwarp, but compute-sanitizer's racecheck does
-// not follow that (sm90.cuh), so a build with VOXMMA_RACECHECK lets every lane arrive.
-#if defined(VOXMMA_RACECHECK)
-inline constexpr int kReleases = 32;
-#else
-inline constexpr int kReleases = 1;
-#endif
-__device__ __forceinline__ void mbarrier_init(uint32_t bar, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(bar), "r"(count) : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(bar) : "memory");
-}
-// Arrives once, when every cp.async this thread has issued so far has landed.
-__device__ __forceinline__ void mbarrier_arrive_cp_async(uint32_t bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void mbarrier_wait(uint32_t bar, int parity) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900  // may suspend the thread instead of spinning
-#define VOXMMA_MBARRIER_TEST "mbarrier.try_wait"
-#else
-#define VOXMMA_MBARRIER_TEST "mbarrier.test_wait"
-#endif
-  asm volatile("{\n.reg .pred done;\nWAIT:\n" VOXMMA_MBARRIER_TEST
-               ".parity.shared.b64 done, [%0], %1;\n@done bra.uni DONE;\n"
-               "bra.uni WAIT;\nDONE:\n}\n" ::"r"(bar),
-               "r"(parity)
-               : "memory");
-#undef VOXMMA_MBARRIER_TEST
-}
-
-// ---- global memory -----------------------------------------------------------------------------------------------
 __device__ __forceinline__ Pass load_pass(const PlanView& plan, int pass) {
   const int4 v = __ldg(reinterpret_cast<const int4*>(plan.passes) + pass);
   return {v.x, v.y, v.z, v.w};
@@ -206,72 +70,6 @@ inline Parts share_items(int64_t items, int chunks, int volume, int sm_count, At
     }
   }
   return best;
-}
-
-// Can rows of `ld` elements of `bytes` bytes each, entered at multiples of `step` elements, take 16-byte accesses?
-inline bool rows_aligned16(const void* base, int64_t ld, int64_t step, int bytes) {
-  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && ld * bytes % 16 == 0 && step * bytes % 16 == 0;
-}
-
-// Stores 8 NB columns of one output row from an accumulator laid out as mma m16n8 and wgmma leave it: of the eight
-// columns of block j, lane q = lane & 3 of a quad holds 2 q and 2 q + 1, returned by get(j) as a float2.
-// All 32 lanes call; the four lanes of a quad pass the same row (null: nothing is stored). `cols` columns exist;
-// `vec`: the row is 16-byte aligned. 16-bit rows leave in 16-byte pieces, after a 4x4 transposition inside the quad.
-template <class T, int NB, class Get>
-__device__ __forceinline__ void store_row(T* row, int cols, bool vec, Get get) {
-  const int q = threadIdx.x & 3;
-  if constexpr (sizeof(T) == 4) {
-#pragma unroll
-    for (int j = 0; j < NB; ++j) {
-      const float2 v = get(j);
-      const int col = 8 * j + 2 * q;
-      if (row == nullptr) continue;
-      if (vec && col + 2 <= cols) {
-        *reinterpret_cast<float2*>(row + col) = v;
-      } else {
-        if (col < cols) row[col] = v.x;
-        if (col + 1 < cols) row[col + 1] = v.y;
-      }
-    }
-  } else {
-    static_assert(NB % 4 == 0, "16-bit rows are stored in groups of four 8-column blocks");
-#pragma unroll
-    for (int j = 0; j < NB; j += 4) {
-      uint32_t p[4];  // p[i]: block j + i, columns 2 q and 2 q + 1
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 v = get(j + i);
-        p[i] = pack2<T>(v.x, v.y);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {  // swap bit 0 of (lane, register)
-        const uint32_t got = __shfl_xor_sync(~0u, q & 1 ? p[i] : p[i + 1], 1);
-        if (q & 1)
-          p[i] = got;
-        else
-          p[i + 1] = got;
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {  // swap bit 1
-        const uint32_t got = __shfl_xor_sync(~0u, q & 2 ? p[i] : p[i + 2], 2);
-        if (q & 2)
-          p[i] = got;
-        else
-          p[i + 2] = got;
-      }
-      const int col = 8 * (j + q);  // p now holds all eight columns of block j + q
-      if (row == nullptr || col >= cols) continue;
-      if (vec && col + 8 <= cols) {
-        *reinterpret_cast<uint4*>(row + col) = make_uint4(p[0], p[1], p[2], p[3]);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const uint16_t bits = static_cast<uint16_t>(e & 1 ? p[e / 2] >> 16 : p[e / 2] & 0xffff);
-          if (col + e < cols) reinterpret_cast<uint16_t*>(row)[col + e] = bits;
-        }
-      }
-    }
-  }
 }
 
 // ---- host --------------------------------------------------------------------------------------------------------

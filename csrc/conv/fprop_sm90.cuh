@@ -103,7 +103,7 @@ __device__ void store_shared_item(const ConvArgs& args, uint32_t sums, int tile,
       }
     } else {
       T* out = static_cast<T*>(args.out) + at;
-      const uint32_t half[2] = {pack2<T>(make_float2(v[0], v[1])), pack2<T>(make_float2(v[2], v[3]))};
+      const uint32_t half[2] = {pack2<cuda_type<T>>(v[0], v[1]), pack2<cuda_type<T>>(v[2], v[3])};
       if (wide) {
         *reinterpret_cast<uint2*>(out) = make_uint2(half[0], half[1]);
       } else {
@@ -152,16 +152,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (threadIdx.x == 0) {
     constexpr int kConsumerWarps = C::kConsumers * 4 * kReleases;
     for (int i = 0; i < C::kStages; ++i) {
-      init_barrier(weight_full + i * 8, 1);
-      init_barrier(weight_empty + i * 8, kConsumerWarps);
+      mbarrier_init(weight_full + i * 8, 1);
+      mbarrier_init(weight_empty + i * 8, kConsumerWarps);
     }
     for (int i = 0; i < C::kRowSlots; ++i) {
-      init_barrier(row_full + i * 8, C::kGatherWarps * 32);
-      init_barrier(row_empty + i * 8, kConsumerWarps);
+      mbarrier_init(row_full + i * 8, C::kGatherWarps * 32);
+      mbarrier_init(row_empty + i * 8, kConsumerWarps);
     }
     for (int i = 0; i < C::kPassSlots; ++i) {
-      init_barrier(pass_full + i * 8, 1);
-      init_barrier(pass_empty + i * 8, kConsumerWarps);
+      mbarrier_init(pass_full + i * 8, 1);
+      mbarrier_init(pass_empty + i * 8, kConsumerWarps);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       const uint32_t flags = load_flags(args.raw);
       RingState<C::kStages> ws;
       RingState<C::kPassSlots> ps;
-      Pass next = walk.done() ? Pass{} : load_pass(plan.passes + walk.pass());
+      Pass next = walk.done() ? Pass{} : load_pass(plan, walk.pass());
       uint32_t next_frag = walk.done() || lane >= kFrags ? 0 : __ldg(plan.frag + int64_t(walk.pass()) * kFrags + lane);
       while (!walk.done()) {
         const Pass pass = next;
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         const bool last = walk.last_pass();
         const int ahead = walk.peek();
         if (ahead >= 0) {
-          next = load_pass(plan.passes + ahead);
+          next = load_pass(plan, ahead);
           next_frag = lane < kFrags ? __ldg(plan.frag + int64_t(ahead) * kFrags + lane) : 0;
         }
         if (lane == 0) {
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       RingState<C::kRowSlots> rs;
       const uint32_t row_pieces = uint32_t(args.lda / 8);  // 16-byte pieces a row
       while (!walk.done()) {
-        const Pass pass = load_pass(plan.passes + walk.pass());
+        const Pass pass = load_pass(plan, walk.pass());
         const int g = walk.within() / blocks_n;
         if (pass.uniq_count > 0 && (!Shared || shared_by.offsets_of(rank, plan.kernel_volume, pass) != 0)) {
           RowIds<kUniqueMax, C::kGatherWarps> ids;
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
             ids.gather<C::kRowBytes, 0, kUniqueMax, 4>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes,
                                                        src + chunk * C::kRowBytes, pass.uniq_count,
                                                        (args.c_in - chunk * CK + 7) / 8, gather_warp, lane);
-            arrive_after_copies(row_full + rs.index * 8);
+            mbarrier_arrive_cp_async(row_full + rs.index * 8);
             rs.advance();
           }
         }
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll
               for (int i = 0; i < C::kPair; ++i) {
                 const int idx = k[i] < 0 ? kMissing : lds_u16(local + k[i] * (kTileM * 2));  // kMissing: the zero row
-                at[i] = (rows + idx * C::kRowBytes) | swizzle<C::kRowBytes>(lane_half, idx) * 16;
+                at[i] = (rows + idx * C::kRowBytes) | swizzle(idx, lane_half, C::kRowBytes) * 16;
               }
               return before;
             };
@@ -449,7 +449,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           for (int q = 0; q < BN / 32; ++q) {
             uint32_t p[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) p[i] = pack2<T>(value(4 * q + i));
+            for (int i = 0; i < 4; ++i) {
+              const float2 v = value(4 * q + i);
+              p[i] = pack2<cuda_type<T>>(v.x, v.y);
+            }
             quad_transpose(p, quad);  // now 8 columns of one row: block 4 q + quad
             const int col = (4 * q + quad) * 8;
             if (row_ok && wide && col < left) {

@@ -2,9 +2,6 @@
 // registers, the walk over the passes of a range of tiles. Everything here is compiled for sm_90a only.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/bfloat16.h>
@@ -28,6 +25,8 @@ inline constexpr int kWarpGroup = 128;  // threads
 
 template <class T>
 inline constexpr DType dtype_of = std::is_same_v<T, cutlass::half_t> ? DType::f16 : DType::bf16;
+template <class T>
+using cuda_type = type_of<dtype_of<T>>;  // of a CUTLASS type
 
 // Position in a ring of `Stages` shared-memory buffers; `phase` is the parity the barrier of `index` will complete.
 template <int Stages>
@@ -43,9 +42,6 @@ struct RingState {
 };
 
 // mbarriers, bulk copies and loads by 32-bit shared address: a generic pointer costs its conversion at every use.
-__device__ inline void init_barrier(uint32_t bar, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(bar), "r"(arrivals) : "memory");
-}
 inline constexpr uint32_t kSuspend = 10'000'000;  // ns a waiting warp may sleep: without it the wait is a spin
 __device__ inline void wait_full(uint32_t bar, uint32_t phase) {
   uint32_t done;
@@ -59,22 +55,13 @@ __device__ inline void wait_full(uint32_t bar, uint32_t phase) {
 }
 // A producer waits for the phase before the one it will fill: the first round falls through.
 __device__ inline void wait_empty(uint32_t bar, uint32_t phase) { wait_full(bar, phase ^ 1); }
-__device__ inline void arrive(uint32_t bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(bar) : "memory");
-}
 __device__ inline void arrive_expect(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(bar), "r"(bytes) : "memory");
 }
-// Arrives once this thread's earlier cp.async have landed.
-__device__ inline void arrive_after_copies(uint32_t bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(bar) : "memory");
-}
-// A warp gives a buffer back: one arrival for its 32 lanes, behind a __syncwarp that orders their reads before it.
-// compute-sanitizer's racecheck does not carry the order of __syncwarp over to the barrier (a 60-line kernel of two
-// warps shows it), so a build with VOXMMA_RACECHECK lets every lane arrive: kReleases of common.cuh.
+// A warp gives a buffer back: one arrival for its 32 lanes (kReleases of common/memory.cuh).
 __device__ inline void release(uint32_t bar, int lane) {
   __syncwarp();
-  if (kReleases == 32 || lane == 0) arrive(bar);
+  if (kReleases == 32 || lane == 0) mbarrier_arrive(bar);
 }
 __device__ inline void bulk_copy(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(smem),
@@ -131,35 +118,6 @@ __device__ inline float4 lds_cluster(uint32_t addr, int rank) {
   return v;
 }
 
-// 16-byte piece of row `row` where column piece `piece` of a row of RowBytes lives (kernels.h).
-template <int RowBytes>
-__device__ constexpr int swizzle(int piece, int row) {
-  static_assert(RowBytes == 128 || RowBytes == 64);
-  return RowBytes == 128 ? piece ^ (row & 7) : piece ^ ((row >> 1) & 3);
-}
-
-__device__ inline void cp_async_16(uint32_t smem, const void* gmem, bool valid) {
-  const int bytes = valid ? 16 : 0;  // 0: the 16 bytes are written as zeros
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(gmem), "r"(bytes) : "memory");
-}
-
-__device__ inline void cp_async_16(uint32_t smem, const void* gmem) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(smem), "l"(gmem) : "memory");
-}
-
-__device__ inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t addr) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(addr)
-               : "memory");
-}
-__device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t addr) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(addr)
-               : "memory");
-}
-
 // The wgmma atom m64 x N x k16, A (K-major) from registers, B from shared memory in `MajorB`.
 template <class T, class Acc, int N, GMMA::Major MajorB>
 struct Atom;
@@ -205,7 +163,7 @@ struct Accumulator {
   // Columns 8 j + 2 (t % 4) and the next one, of row g (half = 0) or g + 8 (half = 1).
   __device__ float2 pair(int j, int half) const {
     if constexpr (kHalf) {
-      return __half22float2(*reinterpret_cast<const __half2*>(&r[2 * j + half]));
+      return unpack_half2(r[2 * j + half]);
     } else {
       return make_float2(r[4 * j + 2 * half], r[4 * j + 2 * half + 1]);
     }
@@ -220,17 +178,6 @@ __device__ inline void wgmma(Accumulator<Acc, N>& c, const uint32_t (&a)[4], uin
 template <class AtomT, class Acc, int N>
 __device__ inline void wgmma(Accumulator<Acc, N>& c, const uint32_t (&a)[4], uint64_t desc) {
   wgmma<AtomT>(c, a, desc, std::make_integer_sequence<int, Accumulator<Acc, N>::kRegs>{});
-}
-
-template <class T>
-__device__ inline uint32_t pack2(float2 v) {
-  if constexpr (std::is_same_v<T, cutlass::half_t>) {
-    const __half2 h = __float22half2_rn(v);
-    return *reinterpret_cast<const uint32_t*>(&h);
-  } else {
-    const __nv_bfloat162 h = __float22bfloat162_rn(v);
-    return *reinterpret_cast<const uint32_t*>(&h);
-  }
 }
 
 // 4 x 4 transpose inside a quad of lanes: lane t gets word t of lanes 0..3.
@@ -290,11 +237,6 @@ struct PassWalk {
   }
 };
 
-__device__ inline Pass load_pass(const Pass* p) {
-  const int4 v = __ldg(reinterpret_cast<const int4*>(p));
-  return Pass{v.x, v.y, v.z, v.w};
-}
-
 // Row positions of one gather, spread over the lanes of `Warps` gather warps: lane l of warp w holds those of rows
 // 32 (Warps i + w) + l in at[i]. All ids are loaded at once, so that a gather waits for memory once and not once a row.
 template <int MaxRows, int Warps>
@@ -327,8 +269,8 @@ struct RowIds {
     const bool piece_valid = piece < valid;
     src += piece * 16;
     asm volatile("" : "+l"(src));  // one 64-bit register pair, to which a row adds with one multiply-add
-    const uint32_t even = smem + sub * RowBytes + swizzle<RowBytes>(piece, sub) * 16;
-    const uint32_t odd = smem + (sub + kRowsAtOnce) * RowBytes + swizzle<RowBytes>(piece, sub + kRowsAtOnce) * 16;
+    const uint32_t even = smem + sub * RowBytes + swizzle(sub, piece, RowBytes) * 16;
+    const uint32_t odd = smem + (sub + kRowsAtOnce) * RowBytes + swizzle(sub + kRowsAtOnce, piece, RowBytes) * 16;
 #pragma unroll
     for (int i = First / (32 * Warps); i < kRegs; ++i) {
       const int base = 32 * (Warps * i + warp);
@@ -344,14 +286,14 @@ struct RowIds {
         if (plain) {
 #pragma unroll
           for (int h = 0; h < kBatch; ++h) {
-            cp_async_16((h % 2 ? odd : even) + to + (h - h % 2) * kRowsAtOnce * RowBytes, src + uint64_t(row[h]) * 16);
+            cp_async16((h % 2 ? odd : even) + to + (h - h % 2) * kRowsAtOnce * RowBytes, src + uint64_t(row[h]) * 16);
           }
         } else {
 #pragma unroll
           for (int h = 0; h < kBatch; ++h) {
             const bool ok = piece_valid && row[h] != kNone;  // an address that is not ok is not read
-            cp_async_16((h % 2 ? odd : even) + to + (h - h % 2) * kRowsAtOnce * RowBytes, src + uint64_t(row[h]) * 16,
-                        ok);
+            cp_async16((h % 2 ? odd : even) + to + (h - h % 2) * kRowsAtOnce * RowBytes, src + uint64_t(row[h]) * 16,
+                       ok ? 16 : 0);
           }
         }
       }

@@ -164,12 +164,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kRowSlots; ++i) {
-      init_barrier(row_full + i * 8, C::kGatherWarps * 32 + 1);
-      init_barrier(row_empty + i * 8, C::kConsumers * 4 * kReleases);
+      mbarrier_init(row_full + i * 8, C::kGatherWarps * 32 + 1);
+      mbarrier_init(row_empty + i * 8, C::kConsumers * 4 * kReleases);
     }
     for (int i = 0; i < C::kDySlots; ++i) {
-      init_barrier(dy_full + i * 8, C::kGatherWarps * 32);
-      init_barrier(dy_empty + i * 8, C::kConsumers * 4 * kReleases);
+      mbarrier_init(dy_full + i * 8, C::kGatherWarps * 32);
+      mbarrier_init(dy_empty + i * 8, C::kConsumers * 4 * kReleases);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     const uint32_t x_pieces = uint32_t(args.lda / 8), dy_pieces = uint32_t(args.ldb / 8);  // 16-byte pieces a row
     RowIds<kUniqueMax, C::kGatherWarps> ids;
     RowIds<kTileM, C::kGatherWarps> dy_ids;
-    Pass pass = walk.done() ? Pass{} : load_pass(plan.passes + walk.pass());
+    Pass pass = walk.done() ? Pass{} : load_pass(plan, walk.pass());
     auto load_ids = [&] {
       ids.load(plan.uniq + int64_t(pass.uniq_begin4) * 4, pass.uniq_count, x_pieces, gather_warp, lane);
     };
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       const int2 range = slot_range(pass);
       const int k_begin = pass.k_begin, count = pass.uniq_count;
       const int ahead = walk.peek();
-      if (ahead >= 0) pass = load_pass(plan.passes + ahead);  // arrives while this pass is copied
+      if (ahead >= 0) pass = load_pass(plan, ahead);  // arrives while this pass is copied
       const bool used = range.x < range.y && count > 0;
       if (used) {
         wait_empty(row_empty + rs.index * 8, rs.phase);
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         }
         ids.gather<C::kRowBytes, 0, kUniqueMax, 8>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, x, count, x_valid,
                                                    gather_warp, lane);
-        arrive_after_copies(bar);
+        mbarrier_arrive_cp_async(bar);
         rs.advance();
       }
       if (ahead >= 0) load_ids();  // the next pass's, which arrive while dY is copied
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                 smem_u + C::kDyAt + ds.index * C::kDySlotBytes + a * C::kDyAtomBytes, dy + a * C::kDyRowBytes, kTileM,
                 (args.c_out - nb * BN - a * C::kDyAtom + 7) / 8, gather_warp, lane);
           }
-          arrive_after_copies(dy_full + ds.index * 8);
+          mbarrier_arrive_cp_async(dy_full + ds.index * 8);
           ds.advance();
         };
         copy_dy(std::integral_constant<int, 0>{});
@@ -269,9 +269,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     wait_empty(row_empty + rs.index * 8, rs.phase);  // an empty-headed slot ends the consumers' loop
     if (threadIdx.x == C::kConsumers * kWarpGroup) {
       sts_v4(smem_u + C::kHeadAt + rs.index * 16, make_int4(-1, 0, 0, 0));
-      arrive(row_full + rs.index * 8);
+      mbarrier_arrive(row_full + rs.index * 8);
     }
-    arrive(row_full + rs.index * 8);
+    mbarrier_arrive(row_full + rs.index * 8);
   } else {  // ---- consumer warpgroups ----
     cutlass::arch::warpgroup_reg_alloc<232>();
     RingState<C::kRowSlots> rs;
@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         return at;
       };
       auto load = [&](uint32_t (&a)[4], int idx) {
-        ldmatrix_x4_trans(a, rows + idx * C::kRowBytes + swizzle<C::kRowBytes>(piece, idx) * 16);
+        ldmatrix_x4_trans(a, rows + idx * C::kRowBytes + swizzle(idx, piece, C::kRowBytes) * 16);
       };
       // A step is 32 rows, two products; while they run, the indices and then A of the next step arrive.
       const uint32_t nowhere = smem_u + C::kNoLocalAt + lane_row * 2;
@@ -403,7 +403,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           finite = finite && isfinite(v.x) && isfinite(v.y);
           if (rounded) {
             T* last = static_cast<T*>(args.out) + at;
-            const uint32_t both = pack2<T>(v);
+            const uint32_t both = pack2<cuda_type<T>>(v.x, v.y);
             if (args.c_out % 2 == 0 && col < left) {
               *reinterpret_cast<uint32_t*>(last + col) = both;
             } else {
@@ -420,7 +420,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       }
     }
     if (grid.splits == 1 && __any_sync(0xffffffffu, !finite)) {  // as reduce_splits does it where there are several
-      using X = type_of<dtype_of<T>>;
+      using X = cuda_type<T>;
       const auto make_again = [&](auto* out) {
 #pragma unroll 1
         for (int j = 0; j < J; ++j) {

@@ -1,4 +1,4 @@
-"""Signatures of the compiled part (csrc/binding.cpp)."""
+"""Signatures of the compiled part (csrc/torch)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -55,8 +55,19 @@ def build_plan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
     """The tensors of a map, PlanStats, and the number of pairs, -1 where they are not read."""
 
-def wait_for_event(handle: int) -> None:
-    """Waits on the host for a `torch.cuda.Event.cuda_event`, also while a CUDA graph is captured."""
+class StreamEvent:
+    """An event behind what a CUDA device's current stream had to do when `record` was called."""
+
+    @staticmethod
+    def record(device: int) -> StreamEvent | None:
+        """None while a CUDA graph is captured on that stream: the event would be part of it."""
+
+    def wait(self) -> bool:
+        """Makes the current stream wait; False while a CUDA graph is captured on it: the host has waited."""
+
+    @property
+    def stream(self) -> int:
+        """Handle of the stream of `record`."""
 
 def plan_to_table(plan: list[Tensor], n_out: int) -> Tensor: ...
 def cells_of_points(

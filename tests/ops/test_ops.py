@@ -5,8 +5,10 @@ Expected values come from neighbour lists found here by dictionary lookup, not f
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -508,9 +510,25 @@ def test_bad_argument_of_wgrad_is_named(device):
 
 @pytest.mark.skipif(_C.HAS_CUDA, reason="a build with CUDA kernels")
 def test_cpu_only_build_says_what_is_missing():
-    with pytest.raises(RuntimeError, match="built without its CUDA kernels, because no nvcc was found"):
-        _C.index_coords(torch.zeros(1, 4, dtype=torch.int32))
+    missing = "built without its CUDA kernels, because no nvcc was found"
+    with pytest.raises(RuntimeError, match=missing):
+        _C.index_coords(torch.zeros(1, 4, dtype=torch.int32), bounds=[])
+    with pytest.raises(RuntimeError, match=missing):
+        _C.StreamEvent.record(0)
+    x, rows = torch.zeros(1, 4), torch.zeros(1).long()
+    with (
+        torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.CUDA),
+        pytest.raises(RuntimeError, match=missing),
+    ):
+        torch.ops.voxmma.segment_sum(x, rows, rows)
     assert _C.kernel_configs() == [] and _C.CUDA_ARCHS == [] and _C.CUDA_VERSION == ""
+
+
+def test_the_compiled_part_has_what_its_stub_says():
+    """A CPU-only build names what it lacks a second time (csrc/torch/module.cpp)."""
+    stub = ast.parse((Path(voxmma.__file__).parent / "_C.pyi").read_text())
+    names = {node.name for node in stub.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assert names == {name for name in dir(_C) if not name.startswith("__") and callable(getattr(_C, name))}
 
 
 @pytest.mark.skipif(not _C.HAS_CUDA, reason="a CPU-only build")

@@ -289,23 +289,25 @@ class _FakeStreams:
         class Stream:
             cuda_stream = property(lambda self: fake.now)
 
-            def wait_event(self, event: Any) -> None:
-                fake.did.append(("wait", fake.now))
+        class StreamEvent:
+            def __init__(self) -> None:
+                self.stream = fake.now
 
-        class Event:
-            cuda_event = 99
-
-            def record(self, stream: Any) -> None:
+            @staticmethod
+            def record(device: int) -> StreamEvent | None:
+                if fake.capturing:
+                    return None
                 fake.did.append(("record", fake.now))
+                return StreamEvent()
+
+            def wait(self) -> bool:
+                fake.did.append(("host" if fake.capturing else "wait", fake.now))
+                return not fake.capturing
 
         module = sys.modules[Made.__module__]
-        monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
         monkeypatch.setattr(module, "_raw_stream", lambda index: fake.now)
-        monkeypatch.setattr(module, "_capturing", lambda index: fake.capturing)
-        monkeypatch.setattr(
-            voxmma._C, "wait_for_event", lambda event: fake.did.append(("host", event)), raising=False
-        )
+        monkeypatch.setattr(voxmma._C, "StreamEvent", StreamEvent, raising=False)
 
     def tensor(self) -> Any:
         fake = self
@@ -330,7 +332,7 @@ def test_a_stream_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake.did[1:] == [("wait", 8), ("memory", 8), ("memory", 8)]
     fake.now, fake.capturing, fake.did = 9, True, []
     made.get()
-    assert fake.did == [("host", 99)]  # and is not one that has waited
+    assert fake.did == [("host", 9)]  # and is not one that has waited
     fake.capturing = False
     made.get()
     assert fake.did[1:] == [("wait", 9), ("memory", 9), ("memory", 9)]

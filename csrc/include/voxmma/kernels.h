@@ -1,5 +1,5 @@
 // The kernel library's whole interface. No torch header is included here or below: the library is built by
-// CMakeLists.txt on its own, and csrc/binding.cpp is the one file that knows both sides.
+// CMakeLists.txt on its own, and csrc/torch knows both sides.
 //
 // Vocabulary (README.md has the picture):
 //   tile      kTileM output rows that lie next to each other on a Morton curve

@@ -1,6 +1,6 @@
 """The dispatcher ops of ``torch.ops.voxmma``: CPU implementations (fakes: voxmma.ops.fake).
 
-Schemas, autograd, autocast and the CUDA implementation are in csrc/binding.cpp; importing this module loads
+Schemas, autograd, autocast and the CUDA implementation are in csrc/torch; importing this module loads
 them. ``conv`` and ``conv_wgrad`` differentiate into each other, and so do the pooling ops among themselves,
 so that gradients of any order exist on both devices.
 

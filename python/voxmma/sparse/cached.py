@@ -36,18 +36,17 @@ class Made:
         self.tensors = tuple(tensors)
         self.what = what
         self._version: int | None = None  # unknown: made in a traced program
-        self._event: torch.cuda.Event | None = None
+        self._event: _C.StreamEvent | None = None
         if torch.compiler.is_compiling() or not isinstance(self.tensors[0], torch.Tensor):
             return  # a tree_map may put other things where the tensors were
         self._version = _version(self.tensors)
         device = self.tensors[0].device
         if device.type == "cuda" and _raw_stream is not None:
-            refuse_capture(what, device)
             self._index = device.index
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self._streams = {_raw_stream(device.index)}
-            self._event = event
+            self._event = _C.StreamEvent.record(device.index)
+            if self._event is None:
+                raise _captured(what)
+            self._streams = {self._event.stream}
 
     def get(self) -> tuple[torch.Tensor, ...]:
         """The tensors, for the current stream. RuntimeError when they have been written to."""
@@ -74,12 +73,10 @@ class Made:
         if self._event is not None and _raw_stream(self._index) not in self._streams:  # type: ignore[misc]
             self._join(self._event)
 
-    def _join(self, event: torch.cuda.Event) -> None:
+    def _join(self, event: _C.StreamEvent) -> None:
+        if not event.wait():
+            return  # a graph is captured: the host has waited
         stream = torch.cuda.current_stream(self._index)
-        if _capturing(self._index):
-            _C.wait_for_event(event.cuda_event)
-            return
-        stream.wait_event(event)
         for tensor in self.tensors:
             tensor.record_stream(stream)
         self._streams.add(stream.cuda_stream)  # last: another thread on this stream waits, too, until here
@@ -100,11 +97,15 @@ def _capturing(index: int) -> bool:
 def refuse_capture(what: str, device: torch.device) -> None:
     """RuntimeError where work on a GPU is being captured into a CUDA graph."""
     if device.type == "cuda" and _raw_stream is not None and _capturing(device.index):
-        raise RuntimeError(
-            f"{what} would be made for the first time while a CUDA graph is captured, and exist only after a "
-            "replay: run the layer once on these coordinates before the capture (and its backward, where "
-            "that is captured, too)"
-        )
+        raise _captured(what)
+
+
+def _captured(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} would be made for the first time while a CUDA graph is captured, and exist only after a "
+        "replay: run the layer once on these coordinates before the capture (and its backward, where "
+        "that is captured, too)"
+    )
 
 
 def new_lock() -> contextlib.AbstractContextManager[Any]:

@@ -1,0 +1,78 @@
+// Element types of kernels by DType, their conversions, and pairs of 16-bit values in a register.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "voxmma/kernels.h"
+
+namespace voxmma {
+
+template <DType D>
+struct TypeOf;
+template <>
+struct TypeOf<DType::f16> {
+  using type = __half;
+};
+template <>
+struct TypeOf<DType::bf16> {
+  using type = __nv_bfloat16;
+};
+template <>
+struct TypeOf<DType::f32> {
+  using type = float;
+};
+template <>
+struct TypeOf<DType::f64> {
+  using type = double;
+};
+template <DType D>
+using type_of = typename TypeOf<D>::type;
+
+constexpr int dtype_bytes(DType d) { return d == DType::f64 ? 8 : d == DType::f32 ? 4 : 2; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// One rounding, to nearest even, whatever the pair of types.
+template <class To, class From>
+__device__ __forceinline__ To convert(From v) {
+  if constexpr (std::is_same_v<To, From>) {
+    return v;
+  } else if constexpr (std::is_same_v<From, __half>) {
+    return convert<To>(__half2float(v));
+  } else if constexpr (std::is_same_v<From, __nv_bfloat16>) {
+    return convert<To>(__bfloat162float(v));
+  } else if constexpr (std::is_same_v<To, __half>) {
+    if constexpr (std::is_same_v<From, double>)
+      return __double2half(v);
+    else
+      return __float2half_rn(v);
+  } else if constexpr (std::is_same_v<To, __nv_bfloat16>) {
+    if constexpr (std::is_same_v<From, double>)
+      return __double2bfloat16(v);
+    else
+      return __float2bfloat16_rn(v);
+  } else {
+    return static_cast<To>(v);
+  }
+}
+
+// Two floats as one 32-bit register of a 16-bit type, x in the low half.
+template <class T>
+__device__ __forceinline__ uint32_t pack2(float x, float y) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 v = __floats2half2_rn(x, y);
+    return reinterpret_cast<const uint32_t&>(v);
+  } else {
+    const __nv_bfloat162 v = __floats2bfloat162_rn(x, y);
+    return reinterpret_cast<const uint32_t&>(v);
+  }
+}
+
+__device__ __forceinline__ float2 unpack_half2(uint32_t v) {
+  return __half22float2(reinterpret_cast<const __half2&>(v));
+}
+
+}  // namespace voxmma

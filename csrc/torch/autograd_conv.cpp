@@ -1,0 +1,222 @@
+// Autograd and autocast of conv and conv_wgrad, which differentiate into each other, to any order.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <ATen/autocast_mode.h>
+
+#include <utility>
+
+#include "ops.h"
+
+namespace voxmma {
+
+bool needs_node(std::initializer_list<const Tensor*> inputs) {
+  const bool grad_mode = at::GradMode::is_enabled();
+  for (const Tensor* t : inputs) {
+    if (t->defined() && ((grad_mode && t->requires_grad()) || t->_fw_grad(0).defined())) return true;
+  }
+  return false;
+}
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+void save(const Plan& plan, AutogradContext* ctx) {
+  auto& data = ctx->saved_data;
+  data.reserve(16);  // what the ops add included
+  data["map"] = plan.map;
+  data["map_t"] = plan.map_t;
+  data["symmetric"] = plan.symmetric;
+  data["transpose"] = plan.transpose;
+  data["accumulator"] = plan.accumulator;
+  data["tile"] = plan.tile;
+  data["dgrad_tile"] = plan.dgrad_tile;
+  data["wgrad_tile"] = plan.wgrad_tile;
+}
+
+Plan load(AutogradContext* ctx) {
+  auto& data = ctx->saved_data;
+  return {data["map"].toTensorVector(),     data["map_t"].toTensorVector(),    data["symmetric"].toBool(),
+          data["transpose"].toBool(),       data["accumulator"].toStringRef(), data["tile"].toStringRef(),
+          data["dgrad_tile"].toStringRef(), data["wgrad_tile"].toStringRef()};
+}
+
+// The map whose input rows are this call's output rows, for the gradient `what`.
+const std::vector<Tensor>& opposite(const Plan& plan, const char* what) {
+  if (plan.symmetric) return plan.map;
+  TORCH_CHECK(!plan.map_t.empty(), "map_t is empty, but the gradient of ", what,
+              " needs the map of the opposite direction (KernelMap.transposed().tensors)");
+  return plan.map_t;
+}
+
+const std::vector<Tensor>& forward_of_opposite(const Plan& plan) { return plan.symmetric ? plan.map_t : plan.map; }
+
+class ConvFunction : public torch::autograd::Function<ConvFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                        const Plan& plan, const c10::SymInt& n_out, OptDtype out_dtype) {
+    save(plan, ctx);
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["n_in"] = x.sym_size(0);
+    ctx->saved_data["x_dtype"] = x.scalar_type();
+    ctx->saved_data["weight_dtype"] = weight.scalar_type();
+    ctx->saved_data["groups"] = weight.dim() == 4 ? weight.size(1) : int64_t{1};
+    ctx->saved_data["volume"] = weight.size(0);
+    ctx->saved_data["grouped"] = weight.dim() == 4;
+    if (bias.has_value()) ctx->saved_data["bias_dtype"] = bias->scalar_type();
+    // x serves the weight's gradient and the weight x's: neither is kept alive for nothing.
+    ctx->save_for_backward({weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
+    at::AutoDispatchBelowADInplaceOrView below;
+    return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose,
+                          plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list out(6);
+    if (!grads[0].defined()) return out;
+    NoAutocast no_autocast;
+    const Plan plan = load(ctx);
+    auto& data = ctx->saved_data;
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1];
+    const Tensor dy = grads[0].to(data["x_dtype"].toScalarType());
+    if (ctx->needs_input_grad(0)) {
+      out[0] = conv_op().call(dy, weight, std::nullopt, opposite(plan, "x"), forward_of_opposite(plan),
+                              data["n_in"].toSymInt(), plan.symmetric, !plan.transpose, plan.accumulator,
+                              plan.dgrad_tile, plan.tile, plan.wgrad_tile, std::nullopt);
+    }
+    if (ctx->needs_input_grad(1)) {
+      // The kernel writes x's dtype or (not for float64) float32; another weight dtype is one cast more.
+      const ScalarType dtype = data["weight_dtype"].toScalarType();
+      OptDtype written;
+      if (dtype != dy.scalar_type() && dy.scalar_type() != at::kDouble) written = at::kFloat;
+      const int64_t volume = data["volume"].toInt(), groups = data["groups"].toInt();
+      Tensor dw = plan.transpose
+                      ? wgrad_op().call(dy, x, opposite(plan, "weight"), forward_of_opposite(plan), volume, groups,
+                                        plan.symmetric, plan.accumulator, plan.wgrad_tile, plan.dgrad_tile, written)
+                      : wgrad_op().call(x, dy, plan.map, plan.map_t, volume, groups, plan.symmetric, plan.accumulator,
+                                        plan.wgrad_tile, plan.dgrad_tile, written);
+      if (groups == 1 && data["grouped"].toBool()) dw = dw.unsqueeze(1);
+      out[1] = dw.to(dtype);
+    }
+    const auto bias = data.find("bias_dtype");
+    if (bias != data.end() && ctx->needs_input_grad(2)) {
+      const ScalarType sum = grads[0].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+      out[2] = grads[0].sum(0, /*keepdim=*/false, sum).to(bias->second.toScalarType());
+    }
+    return out;
+  }
+};
+
+class WgradFunction : public torch::autograd::Function<WgradFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& dy, const Plan& plan, int64_t volume,
+                        int64_t groups, OptDtype out_dtype) {
+    save(plan, ctx);
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["n_in"] = x.sym_size(0);
+    ctx->saved_data["n_out"] = dy.sym_size(0);
+    ctx->save_for_backward({dy.requires_grad() ? x : Tensor(), x.requires_grad() ? dy : Tensor()});
+    at::AutoDispatchBelowADInplaceOrView below;
+    return wgrad_op().call(x, dy, plan.map, plan.map_t, volume, groups, plan.symmetric, plan.accumulator,
+                           plan.wgrad_tile, plan.dgrad_tile, out_dtype);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list out(6);
+    if (!grads[0].defined()) return out;
+    NoAutocast no_autocast;
+    const Plan plan = load(ctx);
+    auto& data = ctx->saved_data;
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &dy = saved[1];
+    if (ctx->needs_input_grad(0)) {
+      out[0] = conv_op().call(dy, grads[0], std::nullopt, opposite(plan, "x"), forward_of_opposite(plan),
+                              data["n_in"].toSymInt(), plan.symmetric, /*transpose=*/true, plan.accumulator,
+                              plan.dgrad_tile, plan.dgrad_tile, plan.wgrad_tile, std::nullopt);
+    }
+    if (ctx->needs_input_grad(1)) {
+      out[1] = conv_op().call(x, grads[0], std::nullopt, plan.map, plan.map_t, data["n_out"].toSymInt(), plan.symmetric,
+                              /*transpose=*/false, plan.accumulator, plan.dgrad_tile, plan.dgrad_tile, plan.wgrad_tile,
+                              std::nullopt);
+    }
+    return out;
+  }
+};
+
+Tensor conv_autograd(c10::DispatchKeySet keys, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                     TensorList map, TensorList map_t, c10::SymInt n_out, bool symmetric, bool transpose,
+                     string_view accumulator, string_view tile, string_view dgrad_tile, string_view wgrad_tile,
+                     OptDtype out_dtype) {
+  const Tensor none;
+  if (!needs_node({&x, &weight, bias.has_value() ? &*bias : &none})) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return conv_op().redispatch(keys & c10::after_autograd_keyset, x, weight, bias, map, map_t, std::move(n_out),
+                                symmetric, transpose, accumulator, tile, dgrad_tile, wgrad_tile, out_dtype);
+  }
+  const Plan plan{map.vec(),
+                  map_t.vec(),
+                  symmetric,
+                  transpose,
+                  std::string(accumulator),
+                  std::string(tile),
+                  std::string(dgrad_tile),
+                  std::string(wgrad_tile)};
+  return ConvFunction::apply(x, weight, bias, plan, n_out, out_dtype);
+}
+
+Tensor wgrad_autograd(const Tensor& x, const Tensor& dy, TensorList map, TensorList map_t, int64_t kernel_volume,
+                      int64_t groups, bool symmetric, string_view accumulator, string_view tile, string_view dgrad_tile,
+                      OptDtype out_dtype) {
+  const Plan plan{map.vec(),
+                  map_t.vec(),
+                  symmetric,
+                  /*transpose=*/false,
+                  std::string(accumulator),
+                  std::string(dgrad_tile),
+                  std::string(dgrad_tile),
+                  std::string(tile)};
+  return WgradFunction::apply(x, dy, plan, kernel_volume, groups, out_dtype);
+}
+
+// ---- autocast: features take the active type; weight and bias stay, the op converts them itself -------------------
+
+template <c10::DeviceType device>
+Tensor conv_autocast(const Tensor& x, const Tensor& weight, const OptTensor& bias, TensorList map, TensorList map_t,
+                     c10::SymInt n_out, bool symmetric, bool transpose, string_view accumulator, string_view tile,
+                     string_view dgrad_tile, string_view wgrad_tile, OptDtype out_dtype) {
+  NoAutocast no_autocast;
+  return conv_op().call(at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), x, device), weight, bias,
+                        map, map_t, std::move(n_out), symmetric, transpose, accumulator, tile, dgrad_tile, wgrad_tile,
+                        out_dtype);
+}
+
+template <c10::DeviceType device>
+Tensor wgrad_autocast(const Tensor& x, const Tensor& dy, TensorList map, TensorList map_t, int64_t kernel_volume,
+                      int64_t groups, bool symmetric, string_view accumulator, string_view tile, string_view dgrad_tile,
+                      OptDtype out_dtype) {
+  NoAutocast no_autocast;
+  const ScalarType dtype = at::autocast::get_autocast_dtype(device);
+  return wgrad_op().call(at::autocast::cached_cast(dtype, x, device), at::autocast::cached_cast(dtype, dy, device), map,
+                         map_t, kernel_volume, groups, symmetric, accumulator, tile, dgrad_tile, out_dtype);
+}
+
+TORCH_LIBRARY_IMPL(voxmma, Autograd, m) {
+  m.impl("conv", TORCH_FN(conv_autograd));
+  m.impl("conv_wgrad", TORCH_FN(wgrad_autograd));
+}
+
+TORCH_LIBRARY_IMPL(voxmma, AutocastCUDA, m) {
+  m.impl("conv", TORCH_FN(conv_autocast<at::kCUDA>));
+  m.impl("conv_wgrad", TORCH_FN(wgrad_autocast<at::kCUDA>));
+}
+
+TORCH_LIBRARY_IMPL(voxmma, AutocastCPU, m) {
+  m.impl("conv", TORCH_FN(conv_autocast<at::kCPU>));
+  m.impl("conv_wgrad", TORCH_FN(wgrad_autocast<at::kCPU>));
+}
+
+}  // namespace
+}  // namespace voxmma

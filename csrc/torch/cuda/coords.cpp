@@ -1,0 +1,336 @@
+// Coordinate sets and kernel maps: index, output coordinates, plan.
+#include <algorithm>
+#include <string>
+#include <tuple>
+
+#include "../module.h"
+#include "launch.h"
+
+namespace voxmma {
+namespace {
+
+using IndexResult = std::tuple<Tensor, Tensor, Ints>;
+using DeriveResult = std::tuple<Tensor, Tensor, Tensor, int64_t, bool>;
+using PlanResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t>;
+
+// One allocation for several tensors: offsets of its parts in units of 4 bytes, each part 256-byte aligned.
+struct Parts {
+  int64_t total = 0;
+  int64_t add(int64_t count) {
+    const int64_t at = total;
+    total += (count + 63) / 64 * 64;
+    return at;
+  }
+};
+
+// A contiguous tensor in the memory of `whole`, an int32 tensor, from element `begin` of it on.
+Tensor part_of(const Tensor& whole, int64_t begin, at::IntArrayRef sizes, ScalarType dtype = at::kInt) {
+  const auto type = c10::scalarTypeToTypeMeta(dtype);
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(whole.storage()), whole.key_set(), type);
+  impl->set_storage_offset(begin * static_cast<int64_t>(sizeof(int)) / static_cast<int64_t>(type.itemsize()));
+  impl->set_sizes_contiguous(sizes);
+  return Tensor(std::move(impl));
+}
+
+void copy_triple(const char* name, const Ints& from, int* to) {
+  TORCH_CHECK(from.size() == 3, name, " must hold 3 integers, got ", from.size());
+  for (int i = 0; i < 3; ++i) to[i] = static_cast<int>(from[i]);
+}
+
+// Box around coordinates between bounds = smallest (batch, x, y, z), then largest.
+CoordBox box_within(const Ints& bounds) {
+  TORCH_CHECK(bounds.size() == 8, "bounds must hold 8 integers, got ", bounds.size());
+  int ends[8];
+  for (int i = 0; i < 8; ++i) {
+    const bool batch = i % 4 == 0;
+    TORCH_CHECK(bounds[i] >= (batch ? 0 : -kCoordBias) && bounds[i] <= (batch ? kBatchMax : kCoordBias - 1), "bounds[",
+                i, "] is ", bounds[i], ", outside the packable range");
+    ends[i] = static_cast<int>(bounds[i]);
+  }
+  return box_around(ends, ends + 4);
+}
+
+Tensor brick_table(const Launch& on, const Tensor& coords, const Tensor& order, int64_t known) {
+  const int64_t n = coords.size(0), capacity = brick_capacity(n, known);
+  const Tensor table = on.empty({capacity, sizeof(Brick) / sizeof(int)}, at::kInt);
+  check_cuda(build_bricks(data<int>(coords), data<int>(order), n, data<Brick>(table), capacity, on.stream),
+             "build_bricks", on.device);
+  return table;
+}
+
+Tensor morton_order(const Launch& on, const Tensor& coords, const CoordBox& box, const Tensor& stats) {
+  const int64_t n = coords.size(0);
+  const Tensor order = on.empty({n}, at::kInt), scratch = on.scratch(order_workspace(n));
+  OrderArgs args{};
+  args.coords = data<int>(coords);
+  args.n = n;
+  args.box = box;
+  args.stats = stats.defined() ? data<CoordStats>(stats) : nullptr;
+  args.order = data<int>(order);
+  args.workspace = scratch.data_ptr();
+  check_cuda(order_coords(args, on.stream), "order_coords", on.device);
+  return order;
+}
+
+// Without bounds the rows are checked, which reads back once (twice where survey_coords cannot tell): bad row,
+// duplicate, its twin, smallest and largest coordinates. With bounds they are known to be valid.
+IndexResult index_coords_cuda(const Tensor& coords, const Ints& bounds) {
+  check_ints("coords", coords, at::kInt, 4, coords);
+  const NormalTensors normal;
+  const Launch on(coords.device());
+  if (!bounds.empty()) {
+    const CoordBox box = box_within(bounds);
+    const Tensor order = morton_order(on, coords, box, {});
+    return {order, brick_table(on, coords, order, -1), {}};
+  }
+  const int64_t n = coords.size(0);
+  const Tensor stats = empty_struct<SurveyStats>(on), scratch = on.scratch(survey_workspace(n));
+  check_cuda(survey_coords(data<int>(coords), n, data<SurveyStats>(stats), scratch.data_ptr(), on.stream),
+             "survey_coords", on.device);
+  const auto survey = read_back(on, data<SurveyStats>(stats));
+  CoordStats found = survey.coords;
+  Tensor order, table;
+  if (survey_holds(survey, n)) {
+    const int64_t capacity = brick_capacity(n, survey.cells.bricks);
+    Parts parts;
+    const int64_t order_at = parts.add(n), table_at = parts.add(4 * capacity);
+    const Tensor index = on.empty({parts.total}, at::kInt);
+    order = part_of(index, order_at, {n});
+    table = part_of(index, table_at, {capacity, 4});
+    check_cuda(index_survey(survey, data<int>(coords), n, scratch.data_ptr(), data<int>(order), data<Brick>(table),
+                            capacity, on.stream),
+               "index_survey", on.device);
+  } else if (found.bad_row < 0) {
+    const Tensor again = empty_struct<CoordStats>(on);
+    order = morton_order(on, coords, box_around(found.min, found.max), again);
+    found = read_back(on, data<CoordStats>(again));
+    if (found.duplicate == -1) table = brick_table(on, coords, order, found.bricks);
+  }
+  if (!table.defined()) order = table = on.empty({0, 4}, at::kInt);  // there is an error to report
+  const bool twins = found.duplicate != -1;
+  Ints list{found.bad_row, twins ? found.duplicate >> 32 : -1, twins ? found.duplicate & 0xffffffff : -1};
+  list.insert(list.end(), found.min, found.min + 4);
+  list.insert(list.end(), found.max, found.max + 4);
+  return {order, table, list};
+}
+
+// Output coordinates of a layer (voxmma/sparse/derive.py) and their index: coordinates sorted by (batch, x, y, z), order, bricks,
+// how many there are, and whether one lies outside the packable range. In the last case, and above `limit`, there is
+// nothing but the count. Works on `piece` candidates at a time; reads back once, or once a piece where the bounds hold
+// too many cells for a bitmap.
+DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const Ints& stride, const Ints& dilation,
+                                const Ints& padding, bool to_children, const Ints& bounds, int64_t piece,
+                                int64_t limit) {
+  check_ints("coords", coords, at::kInt, 4, coords);
+  const NormalTensors normal;
+  const Launch on(coords.device());
+  ExpandArgs args{};
+  copy_triple("size", size, args.size);
+  copy_triple("stride", stride, args.stride);
+  copy_triple("dilation", dilation, args.dilation);
+  copy_triple("padding", padding, args.padding);
+  args.to_children = to_children;
+  args.box = box_within(bounds);
+  const int64_t n = coords.size(0);
+  args.n = 1;
+  const int64_t rows = std::max<int64_t>(1, piece / expand_bound(args));
+
+  const CoordBox cells_box = cell_box(args.box);
+  if (const auto bytes = cell_workspace(cells_box); n > 0 && bytes > 0) {
+    args.box = cells_box;
+    const Tensor scratch = on.scratch(bytes);
+    void* const cells = scratch.data_ptr();
+    check_cuda(clear_cells(args.box, cells, on.stream), "clear_cells", on.device);
+    for (int64_t begin = 0; begin < n; begin += rows) {
+      args.coords = data<int>(coords) + 4 * begin;
+      args.n = std::min(rows, n - begin);
+      check_cuda(expand_cells(args, cells, on.stream), "expand_cells", on.device);
+    }
+    check_cuda(count_cells(args.box, cells, on.stream), "count_cells", on.device);
+    const CellStats found = read_back(on, cell_stats(args.box, cells));
+    if (found.outside != 0 || found.count > limit) {
+      const Tensor nothing = on.empty({0, 4}, at::kInt);
+      return {nothing, nothing, nothing, found.count, found.outside != 0};
+    }
+    const int64_t capacity = brick_capacity(found.count, found.bricks);
+    Parts parts;
+    const int64_t order_at = parts.add(found.count), table_at = parts.add(4 * capacity);
+    const Tensor made = on.empty({found.count, 4}, at::kInt), index = on.empty({parts.total}, at::kInt);
+    const Tensor order = part_of(index, order_at, {found.count}), table = part_of(index, table_at, {capacity, 4});
+    check_cuda(index_cells(args.box, cells, found.count, data<int>(made), data<int>(order), data<Brick>(table),
+                           capacity, on.stream),
+               "index_cells", on.device);
+    return {made, order, table, found.count, false};
+  }
+
+  const auto width = static_cast<int64_t>(key_bytes(args.box));
+  double cells = 1;  // of the bounds: no more sites than that
+  for (int a = 0; a < 4; ++a) cells *= static_cast<double>(bounds[4 + a] - bounds[a] + 1);
+
+  const Tensor stats = empty_struct<ExpandStats>(on);
+  args.stats = data<ExpandStats>(stats);
+  check_cuda(cudaMemsetAsync(args.stats, 0, sizeof(ExpandStats), on.stream), "cudaMemsetAsync", on.device);
+  ExpandStats found{};
+  Tensor keys = on.scratch(0), table;
+  for (int64_t begin = 0; begin < n && found.outside == 0 && found.count <= limit; begin += rows) {
+    args.coords = data<int>(coords) + 4 * begin;
+    args.n = std::min(rows, n - begin);
+    int64_t room = found.count + expand_bound(args);
+    if (cells < static_cast<double>(room)) room = static_cast<int64_t>(cells);
+    const Tensor old = keys;
+    keys = on.scratch(room * width);
+    if (found.count > 0) keys.narrow(0, 0, found.count * width).copy_(old.narrow(0, 0, found.count * width));
+    args.keys = keys.data_ptr();
+    if (args.capacity < expand_capacity(room)) {
+      args.capacity = expand_capacity(room);
+      table = on.scratch(args.capacity * width);
+      args.table = table.data_ptr();
+      check_cuda(cudaMemsetAsync(args.table, 0xff, args.capacity * width, on.stream), "cudaMemsetAsync", on.device);
+      check_cuda(rehash_keys(args.box, args.keys, found.count, args.table, args.capacity, on.stream), "rehash_keys",
+                 on.device);
+    }
+    check_cuda(expand_coords(args, on.stream), "expand_coords", on.device);
+    found = read_back(on, args.stats);
+  }
+  if (found.outside != 0 || found.count > limit) {
+    const Tensor nothing = on.empty({0, 4}, at::kInt);
+    return {nothing, nothing, nothing, found.count, found.outside != 0};
+  }
+  const Tensor made = on.empty({found.count, 4}, at::kInt),
+               scratch = on.scratch(unpack_workspace(args.box, found.count));
+  check_cuda(unpack_keys(args.box, keys.data_ptr(), found.count, data<int>(made), scratch.data_ptr(), on.stream),
+             "unpack_keys", on.device);
+  const Tensor order = morton_order(on, made, args.box, {});
+  return {made, order, brick_table(on, made, order, -1), found.count, false};
+}
+
+// Rows and pairs of a plan are counted on the device. Where bounds are known that take no more room than the usual guess,
+// the count is not read back: `stats` is left on the device, the last result is -1, and passes, frag and uniq end in
+// unused room. Else it is, and they are cut to what is used. A strided layer has waited for its coordinates already: its
+// bounds may take kStridedRoom times the guess (3x3x3 at stride 2: up to 3.5 times, 37 bytes a row of the larger side).
+PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, const Tensor& bricks,
+                           const Tensor& in_order, const Ints& size, const Ints& start, const Ints& step,
+                           const Ints& mul, const Ints& div) {
+  check_ints("out_coords", out_coords, at::kInt, 4, out_coords);
+  check_ints("out_order", out_order, at::kInt, 0, out_coords);
+  check_ints("bricks", bricks, at::kInt, 4, out_coords);
+  check_ints("in_order", in_order, at::kInt, 0, out_coords);
+  TORCH_CHECK(out_order.size(0) == out_coords.size(0) && bricks.size(0) > 0,
+              "out_order or bricks has the wrong length");
+  PlanArgs args{};
+  copy_triple("size", size, args.size);
+  copy_triple("start", start, args.start);
+  copy_triple("step", step, args.step);
+  copy_triple("mul", mul, args.mul);
+  copy_triple("div", div, args.div);
+  for (int i = 0; i < 3; ++i) {
+    TORCH_CHECK(size[i] >= 1 && size[i] <= kMaxKernel && step[i] != 0 && mul[i] >= 1 && div[i] >= 1, "size ", size,
+                ", step ", step, ", mul ", mul, " or div ", div, " is out of range");
+  }
+  const NormalTensors normal;
+  const Launch on(out_coords.device());
+  const int64_t volume = size[0] * size[1] * size[2];
+  args.n_out = out_coords.size(0);
+  args.n_in = in_order.size(0);
+  const int64_t tiles = (args.n_out + kTileM - 1) / kTileM;
+  Parts fixed;
+  const int64_t order_at = fixed.add(tiles * kTileM), schedule_at = fixed.add(2 * tiles * 4);
+  const Tensor tile_parts = on.empty({fixed.total}, at::kInt), order = part_of(tile_parts, order_at, {tiles * kTileM});
+  const Tensor schedule = part_of(tile_parts, schedule_at, {2, tiles, 4});
+  const Tensor local = on.empty({tiles, volume, kTileM}, at::kShort);
+  args.out_coords = data<int>(out_coords);
+  args.out_order = data<int>(out_order);
+  args.bricks = data<Brick>(bricks);
+  args.capacity = bricks.size(0);
+  args.in_order = data<int>(in_order);
+  args.order = data<int>(order);
+  args.schedule = data<ScheduledTile>(schedule);
+  args.local = data<uint16_t>(local);
+  args.sm_count = on.info.sm_count;
+
+  // Surfaces list 1.6 unique rows for each row of the larger side in one pass per kPassOffsets offsets, full grids 2.4.
+  const int64_t groups = (volume + kPassOffsets - 1) / kPassOffsets;
+  const int64_t rows = groups * std::max(args.n_in, args.n_out) * 5 / 2;
+  args.uniq4_capacity = rows / 4 + 1;
+  args.pass_capacity = tiles * groups + tiles / 4 + rows / kUniqueMax;
+  constexpr int64_t kPassBytes = sizeof(Pass) + kFrags * sizeof(uint32_t);
+  const auto bytes = [](int64_t passes, int64_t uniq4) {
+    return passes * kPassBytes + uniq4 * 4 * int64_t{sizeof(int)};
+  };
+  int64_t most_passes, most_uniq4;
+  plan_bounds(args, &most_passes, &most_uniq4);
+  constexpr int64_t kStridedRoom = 4;
+  const auto is_one = [](const Ints& steps) { return steps[0] == 1 && steps[1] == 1 && steps[2] == 1; };
+  const int64_t room = is_one(mul) && is_one(div) ? 1 : kStridedRoom;
+  const bool certain = bytes(most_passes, most_uniq4) <= room * bytes(args.pass_capacity, args.uniq4_capacity);
+  if (certain) {
+    args.pass_capacity = most_passes;
+    args.uniq4_capacity = most_uniq4;
+  }
+  constexpr int64_t kStats = sizeof(PlanStats) / sizeof(int64_t);
+  Tensor passes, frag, uniq, stats;
+  const auto build = [&] {
+    Parts sized;
+    const int64_t stats_at = sized.add(2 * kStats), passes_at = sized.add(args.pass_capacity * 4);
+    const int64_t frag_at = sized.add(args.pass_capacity * kFrags), uniq_at = sized.add(args.uniq4_capacity * 4);
+    const Tensor pass_parts = on.empty({sized.total}, at::kInt);
+    stats = part_of(pass_parts, stats_at, {kStats}, at::kLong);
+    passes = part_of(pass_parts, passes_at, {args.pass_capacity, 4});
+    frag = part_of(pass_parts, frag_at, {args.pass_capacity, kFrags});
+    uniq = part_of(pass_parts, uniq_at, {args.uniq4_capacity * 4});
+    args.stats = data<PlanStats>(stats);
+    args.passes = data<Pass>(passes);
+    args.frag = data<uint32_t>(frag);
+    args.uniq = data<int>(uniq);
+    check_cuda(build_plan(args, on.stream), "build_plan", on.device);
+  };
+  build();
+  if (certain) return {order, schedule, passes, frag, uniq, local, stats, -1};
+  const PlanStats found = read_back(on, args.stats);
+  if (found.passes > args.pass_capacity || found.uniq4 > args.uniq4_capacity) {
+    args.pass_capacity = found.passes;
+    args.uniq4_capacity = found.uniq4;
+    build();
+  }
+  const int64_t unused = bytes(args.pass_capacity - found.passes, args.uniq4_capacity - found.uniq4);
+  const auto held = static_cast<int64_t>(local.nbytes()) + bytes(args.pass_capacity, args.uniq4_capacity);
+  const bool copy = unused > held / 8;
+  const auto cut = [copy](const Tensor& t, int64_t used) {
+    if (copy) return t.narrow(0, 0, used).clone();
+    auto sizes = t.sizes().vec();
+    sizes[0] = used;
+    return part_of(t, t.storage_offset(), sizes);
+  };
+  return {order, schedule,   cut(passes, found.passes), cut(frag, found.passes), cut(uniq, found.uniq4 * 4), local,
+          stats, found.pairs};
+}
+
+Tensor plan_to_table_cuda(const std::vector<Tensor>& plan, int64_t n_out) {
+  TORCH_CHECK(plan.size() == kPlanTensors && plan[5].is_cuda() && plan[5].dim() == 3, "plan must be a CUDA map of ",
+              kPlanTensors, " tensors");
+  const int64_t volume = plan[5].size(1);
+  check_map("plan", plan, plan[5], volume, -1, n_out);
+  const Launch on(plan[5].device());
+  const Tensor table = on.empty({volume, n_out}, at::kInt);
+  if (n_out > 0) {
+    check_cuda(plan_to_table(plan_view(plan, volume, n_out, 0), data<int>(table), on.stream), "plan_to_table",
+               on.device);
+  }
+  return table;
+}
+
+}  // namespace
+
+void bind_coords(py::module_& m) {
+  m.def("index_coords", torch::wrap_pybind_function_no_gil(index_coords_cuda), py::arg("coords"),
+        py::arg("bounds") = Ints{});
+  m.def("derive_coords", torch::wrap_pybind_function_no_gil(derive_coords_cuda), py::arg("coords"), py::arg("size"),
+        py::arg("stride"), py::arg("dilation"), py::arg("padding"), py::arg("to_children"), py::arg("bounds"),
+        py::arg("piece"), py::arg("limit"));
+  m.def("build_plan", torch::wrap_pybind_function_no_gil(build_plan_cuda), py::arg("out_coords"), py::arg("out_order"),
+        py::arg("bricks"), py::arg("in_order"), py::arg("size"), py::arg("start"), py::arg("step"), py::arg("mul"),
+        py::arg("div"));
+  m.def("plan_to_table", torch::wrap_pybind_function_no_gil(plan_to_table_cuda), py::arg("plan"), py::arg("n_out"));
+}
+
+}  // namespace voxmma

@@ -1,0 +1,23 @@
+// What each file adds to voxmma._C.
+#pragma once
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace voxmma {
+
+// Written by setup.py into build_info.cpp, so that a changed kernel does not recompile the binding.
+extern const char* const kBuildId;       // hash of the sources under csrc
+extern const char* const kCudaArchs;     // "8.0 9.0a": setup.py's parse_archs; empty without CUDA
+extern const char* const kCudaVersion;   // of the nvcc that built the kernels; empty without CUDA
+extern const char* const kTorchVersion;  // torch.__version__ of the headers
+
+void bind_prepared_conv(py::module_& m);
+#ifdef VOXMMA_WITH_CUDA  // csrc/torch/cuda
+void bind_tiles(py::module_& m);
+void bind_coords(py::module_& m);
+void bind_points(py::module_& m);
+void bind_streams(py::module_& m);
+#endif
+
+}  // namespace voxmma

@@ -1,0 +1,81 @@
+// The ops as C++ calls them, through the dispatcher, and what their autograd rules share.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <initializer_list>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "checks.h"
+
+namespace voxmma {
+
+using ConvSignature = Tensor(const Tensor&, const Tensor&, const OptTensor&, TensorList, TensorList, c10::SymInt, bool,
+                             bool, string_view, string_view, string_view, string_view, OptDtype);
+using WgradSignature = Tensor(const Tensor&, const Tensor&, TensorList, TensorList, int64_t, int64_t, bool, string_view,
+                              string_view, string_view, OptDtype);
+
+using PoolSumSignature = Tensor(const Tensor&, const OptTensor&, const OptTensor&, TensorList, TensorList, int64_t,
+                                c10::SymInt, bool, bool);
+using PoolMaxSignature = std::tuple<Tensor, Tensor>(const Tensor&, TensorList, TensorList, int64_t, c10::SymInt, bool,
+                                                    bool, bool);
+using PoolPickSignature = Tensor(const Tensor&, const Tensor&, TensorList, TensorList, int64_t, bool);
+using PoolPutSignature = Tensor(const Tensor&, const Tensor&, TensorList, TensorList, int64_t, c10::SymInt, bool);
+
+template <class Signature>
+auto find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+inline const auto& pool_sum_op() {
+  static const auto op = find_op<PoolSumSignature>("voxmma::pool_sum");
+  return op;
+}
+
+inline const auto& pool_max_op() {
+  static const auto op = find_op<PoolMaxSignature>("voxmma::pool_max");
+  return op;
+}
+
+inline const auto& pool_pick_op() {
+  static const auto op = find_op<PoolPickSignature>("voxmma::pool_pick");
+  return op;
+}
+
+inline const auto& pool_put_op() {
+  static const auto op = find_op<PoolPutSignature>("voxmma::pool_put");
+  return op;
+}
+
+inline const auto& conv_op() {
+  static const auto op = find_op<ConvSignature>("voxmma::conv");
+  return op;
+}
+
+inline const auto& wgrad_op() {
+  static const auto op = find_op<WgradSignature>("voxmma::conv_wgrad");
+  return op;
+}
+
+// What both ops keep for backward besides x, weight and dy.
+struct Plan {
+  std::vector<Tensor> map, map_t;  // of the call's own direction, and the opposite (empty: symmetric, or not given)
+  bool symmetric, transpose;
+  std::string accumulator, tile, dgrad_tile, wgrad_tile;
+};
+
+// Autocast is off in backward: gradients are computed in the type the forward ran in.
+struct NoAutocast {
+  c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
+};
+
+// Whether a call needs a node in the graph. Forward-mode tangents do: the node says that there is no rule for them.
+bool needs_node(std::initializer_list<const Tensor*> inputs);
+
+// The map from the outputs to the inputs; where it is the one there is, its offsets are mirrored.
+TensorList opposite_map(TensorList map, TensorList map_t, bool symmetric, const char* what);
+
+}  // namespace voxmma

@@ -1,0 +1,72 @@
+// Calls that are repeated (voxmma/dispatch/calls.py): the op with its arguments bound, and what a decision depends on.
+#include <ATen/autocast_mode.h>
+
+#include <array>
+#include <utility>
+
+#include "module.h"
+#include "ops.h"
+
+namespace voxmma {
+namespace {
+
+// The op with all arguments but three, so that a call does not parse them. It goes through the dispatcher like any other,
+// but for autocast: the type to compute in has been decided, so the op's own rule must not decide again.
+struct PreparedConv {
+  Plan plan;
+  int64_t n_out;
+  OptDtype out_dtype;
+  int64_t version;  // of the map
+
+  Tensor operator()(const Tensor& x, const Tensor& weight, const OptTensor& bias) const {
+    TORCH_CHECK(version_of(plan.map) == version,
+                "the tensors of a kernel map were written to, but every layer on these ",
+                "coordinates reads them: KernelMap.free() it, and write into a copy (.clone())");
+    NoAutocast no_autocast;
+    return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose,
+                          plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
+  }
+};
+
+// What a decision depends on beside the caller's arguments: types and shapes of the operands (not the number of rows),
+// autocast and inference mode, as bytes that are equal where all of it is. None where it is not to be told: operands on
+// several devices or of impossible rank, sizes that are symbols.
+std::optional<py::bytes> operand_facts(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
+  const at::Device device = x.device();
+  std::array<int64_t, 14> facts{};
+  size_t count = 0;
+  const auto add = [&](const Tensor& t, int64_t first, int64_t most) {
+    if (t.device() != device || t.dim() > most || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return false;
+    facts[count++] = static_cast<int64_t>(t.scalar_type());
+    facts[count++] = t.dim();
+    for (int64_t d = first; d < t.dim(); ++d) facts[count++] = t.size(d);
+    return true;
+  };
+  if (!add(x, 1, 2) || !add(weight, 0, 4) || (bias.has_value() && !add(*bias, 0, 1))) return std::nullopt;
+  const bool autocast = at::autocast::is_autocast_enabled(device.type());
+  facts[count++] = autocast ? static_cast<int64_t>(at::autocast::get_autocast_dtype(device.type())) : -1;
+  facts[count++] = c10::InferenceMode::is_enabled();
+  return py::bytes(reinterpret_cast<const char*>(facts.data()), count * sizeof(int64_t));
+}
+
+}  // namespace
+
+void bind_prepared_conv(py::module_& m) {
+  py::class_<PreparedConv>(m, "PreparedConv")
+      .def(py::init([](std::vector<Tensor> map, std::vector<Tensor> map_t, int64_t n_out, bool symmetric,
+                       bool transpose, std::string accumulator, std::string tile, std::string dgrad_tile,
+                       std::string wgrad_tile, OptDtype out_dtype) {
+        const int64_t version = version_of(map);
+        return PreparedConv{{std::move(map), std::move(map_t), symmetric, transpose, std::move(accumulator),
+                             std::move(tile), std::move(dgrad_tile), std::move(wgrad_tile)},
+                            n_out,
+                            out_dtype,
+                            version};
+      }))
+      .def("__call__",
+           torch::wrap_pybind_function_no_gil([](const PreparedConv& self, const Tensor& x, const Tensor& weight,
+                                                 const OptTensor& bias) { return self(x, weight, bias); }));
+  m.def("operand_facts", torch::wrap_pybind_function(operand_facts), py::arg("x"), py::arg("weight"), py::arg("bias"));
+}
+
+}  // namespace voxmma

@@ -30,16 +30,18 @@ class Made:
     RuntimeError when made while a CUDA graph is captured: it would exist only after a replay.
     """
 
-    __slots__ = ("_event", "_index", "_streams", "_version", "tensors", "what")
+    __slots__ = ("_event", "_index", "_streams", "_version", "_versioned", "tensors", "what")
 
     def __init__(self, tensors: Iterable[torch.Tensor], what: str) -> None:
         self.tensors = tuple(tensors)
         self.what = what
-        self._version: int | None = None  # unknown: made in a traced program
+        self._versioned: list[torch.Tensor] = []  # none: made in a traced program
+        self._version = 0
         self._event: _C.StreamEvent | None = None
         if torch.compiler.is_compiling() or not isinstance(self.tensors[0], torch.Tensor):
             return  # a tree_map may put other things where the tensors were
-        self._version = _version(self.tensors)
+        self._versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
+        self._version = self._written_so_often()
         device = self.tensors[0].device
         if device.type == "cuda" and _raw_stream is not None:
             self._index = device.index
@@ -51,9 +53,15 @@ class Made:
     def get(self) -> tuple[torch.Tensor, ...]:
         """The tensors, for the current stream. RuntimeError when they have been written to."""
         if not torch.compiler.is_compiling():
-            self.check()
-            self.use()
+            if self._written_so_often() != self._version:
+                self.check()
+            if self._event is not None:
+                self.use()
         return self.tensors
+
+    def _written_so_often(self) -> int:
+        """Changes whenever torch writes into one of the tensors; not by .data, numpy or DLPack."""
+        return sum([tensor._version for tensor in self._versioned])
 
     def check(self) -> None:
         """RuntimeError when torch has written into the tensors."""
@@ -65,7 +73,7 @@ class Made:
 
     @property
     def written(self) -> bool:
-        return self._version is not None and _version(self.tensors) != self._version
+        return self._written_so_often() != self._version
 
     def use(self) -> None:
         """Makes the device's current stream one that may read the tensors."""
@@ -80,11 +88,6 @@ class Made:
         for tensor in self.tensors:
             tensor.record_stream(stream)
         self._streams.add(stream.cuda_stream)  # last: another thread on this stream waits, too, until here
-
-
-def _version(tensors: Iterable[torch.Tensor]) -> int:
-    """Changes whenever torch writes into one of the tensors; not by .data, numpy or DLPack."""
-    return sum([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 def _capturing(index: int) -> bool:

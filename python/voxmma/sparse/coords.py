@@ -199,7 +199,7 @@ class CoordSet:
                 f"coords rows {twin} and {duplicate} are the same voxel {tuple(coords[twin].tolist())}; "
                 "Voxels(..., duplicates='mean'|'sum'|'max'|'first') merges duplicates"
             )
-        self.batch_size = resolve_batch_size(batch_size, largest_batch, self.coords[:, 0], "coords")
+        self.batch_size = resolve_batch_size(batch_size, largest_batch, self._coords[:, 0], "coords")
 
     def _start(self, made: Made, batch_size: int, index: _Index | None = None) -> None:
         self._made = made
@@ -230,7 +230,7 @@ class CoordSet:
     # ---- indexing ------------------------------------------------------------------------------------------
 
     def _index_cuda(self) -> tuple[int, int, int, int]:
-        order, hash_blocks, (bad, duplicate, twin, *bounds) = _C.index_coords(self.coords)
+        order, hash_blocks, (bad, duplicate, twin, *bounds) = _C.index_coords(self._coords)
         self._set_hashed(order, hash_blocks)
         if self.num == 0:
             return bad, duplicate, twin, -1
@@ -240,7 +240,7 @@ class CoordSet:
     def _index_cpu(self) -> tuple[int, int, int, int]:
         if self.num == 0:
             return -1, -1, -1, -1
-        bad = first_unpackable(self.coords)
+        bad = first_unpackable(self._coords)
         if bad >= 0:
             return bad, -1, -1, -1
         keys, order = self.sorted_keys()
@@ -252,7 +252,7 @@ class CoordSet:
             twin = int(
                 order[torch.searchsorted(keys, keys[place])]
             )  # stable sort: the first of the run is the winner
-        low, high = torch.aminmax(self.coords, dim=0)
+        low, high = torch.aminmax(self._coords, dim=0)
         bounds = (*low.tolist(), *high.tolist())
         self._index.bounds = bounds
         return -1, duplicate, twin, bounds[4]

@@ -207,7 +207,7 @@ def find_torch() -> Torch:
     """torch of the environment being installed into, so that the binding fits the torch it will run with."""
     folder = locate("torch")
     if folder is None:
-        raise BuildError("torch is not installed, and voxmma is built against it: pip install 'torch>=2.6'")
+        raise BuildError("torch is not installed, and voxmma is built against it: pip install 'torch>=2.8'")
     return read_torch(folder)
 
 
@@ -458,7 +458,7 @@ def main() -> None:
     setup(
         ext_modules=[Extension("voxmma._C", [str(p.relative_to(ROOT)) for p in binding_sources(True)])],
         cmdclass={"build_ext": BuildExt},
-        setup_requires=["torch>=2.6"] if isolated and locate("torch") is None else [],
+        setup_requires=["torch>=2.8"] if isolated and locate("torch") is None else [],
     )
 
 

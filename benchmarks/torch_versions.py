@@ -1,7 +1,7 @@
-"""Builds voxmma against every minor version of torch from 2.6 on, and runs the suite on each.
+"""Builds voxmma against every minor version of torch from 2.8 on, and runs the suite on each.
 
     python benchmarks/torch_versions.py                       # all that pip offers this Python
-    python benchmarks/torch_versions.py --only 2.6 2.14       # some; rows of the others stay
+    python benchmarks/torch_versions.py --only 2.8 2.14       # some; rows of the others stay
     python benchmarks/torch_versions.py --tests tests/ops/test_ops.py tests/nn/test_norm.py
 
 One version at a time: a copy of the committed files and a fresh environment in a temporary folder (3 to 8 GB
@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "torch-versions.json"
-OLDEST = (2, 6)
+OLDEST = (2, 8)
 PACKAGES = ["setuptools>=77", "wheel", "numpy", "typer", "rich", "pyyaml", "pydantic>=2", "matplotlib"]
 TOOLS = ["pytest>=8", "hypothesis"]
 
@@ -108,7 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=[], help="minor versions, such as 2.6")
+    parser.add_argument("--only", nargs="+", default=[], help="minor versions, such as 2.8")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="what pytest runs")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()

@@ -231,8 +231,8 @@ def test_emulator_reports_show_agreement_and_disagreement(tmp_path: Path) -> Non
 
 def test_every_minor_version_of_torch_is_gone_over_once() -> None:
     versions = script("torch_versions")
-    listed = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.14.1, 2.14.0, 2.13.0+cpu, 2.13.0, 2.6.0, 2.5.1\n"
-    assert versions.newest_patches(listed) == ["2.6.0", "2.13.0+cpu", "2.14.1", "2.15.0"]
+    listed = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.14.1, 2.14.0, 2.13.0+cpu, 2.13.0, 2.8.0, 2.7.1\n"
+    assert versions.newest_patches(listed) == ["2.8.0", "2.13.0+cpu", "2.14.1", "2.15.0"]
     with pytest.raises(SystemExit, match="pip lists no versions"):
         versions.newest_patches("ERROR: no network")
 
@@ -246,7 +246,7 @@ def test_the_table_of_torch_versions_shows_what_failed(tmp_path: Path) -> None:
     )
     found = versions.counts(report)
     assert found == {"passed": 1, "skipped": 1, "failed": ["a::z"]}
-    row = {"torch": "2.6.0", "problem": "test: exit code 1", "python": "3.11.7", "tests": "tests", **found}
+    row = {"torch": "2.8.0", "problem": "test: exit code 1", "python": "3.11.7", "tests": "tests", **found}
     text = tables.torch_table([{"torch_versions": [{**row, "commit": "abc", "date": "2026-01-01"}]}])
-    assert "| 2.6.0 | 3.11.7 | test: exit code 1 | 1 | 1 | 1 | `tests` | abc, 2026-01-01 |" in text
+    assert "| 2.8.0 | 3.11.7 | test: exit code 1 | 1 | 1 | 1 | `tests` | abc, 2026-01-01 |" in text
     assert tables.torch_table([]) == "No version has been recorded yet."

@@ -335,7 +335,7 @@ def export_program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.Ex
     """
     with contextlib.ExitStack() as stack:
         config: Any = torch.fx.experimental._config
-        if hasattr(config, "backed_size_oblivious"):  # not yet in torch 2.6
+        if hasattr(config, "backed_size_oblivious"):  # not in every torch
             stack.enter_context(config.patch(backed_size_oblivious=True))
         return torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes(inputs))
 

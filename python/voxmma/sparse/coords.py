@@ -155,7 +155,6 @@ class CoordSet:
     __slots__ = (
         "__weakref__",
         "_claim",
-        "_coords",
         "_finer",
         "_index",
         "_made",
@@ -203,7 +202,6 @@ class CoordSet:
 
     def _start(self, made: Made, batch_size: int, index: _Index | None = None) -> None:
         self._made = made
-        self._coords = made.tensors[0]
         self._version = made._version
         self.batch_size = batch_size
         self.maps = {}
@@ -315,6 +313,11 @@ class CoordSet:
     # ---- facts ---------------------------------------------------------------------------------------------
 
     @property
+    def _coords(self) -> torch.Tensor:
+        """The coordinates without a look at streams and writes."""  # no slot: torch 2.10's dynamo minds two
+        return self._made.tensors[0]
+
+    @property
     def coords(self) -> torch.Tensor:
         """(N, 4) int32, contiguous; to be read only. RuntimeError once torch has written into it or a view.
 
@@ -324,7 +327,7 @@ class CoordSet:
 
     def use(self, made: Made) -> None:
         """What a repeated call does before it reads the map tensors `made`, at little cost."""
-        if self._coords._version != self._version:
+        if self._made.tensors[0]._version != self._version:
             self._made.check()
         made.use()
 

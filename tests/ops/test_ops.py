@@ -516,11 +516,9 @@ def test_cpu_only_build_says_what_is_missing():
     with pytest.raises(RuntimeError, match=missing):
         _C.StreamEvent.record(0)
     x, rows = torch.zeros(1, 4), torch.zeros(1).long()
-    with (
-        torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.CUDA),
-        pytest.raises(RuntimeError, match=missing),
-    ):
-        torch.ops.voxmma.segment_sum(x, rows, rows)
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with pytest.raises(RuntimeError, match=missing):
+        torch.ops.voxmma.segment_sum.default.redispatch(cuda, x, rows, rows)
     assert _C.kernel_configs() == [] and _C.CUDA_ARCHS == [] and _C.CUDA_VERSION == ""
 
 

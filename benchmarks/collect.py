@@ -4,20 +4,21 @@
     python benchmarks/collect.py voxmma-demo/demo.json
     python benchmarks/collect.py voxmma-peers/peers.json voxmma-scaling/scaling.json operators.json
     python benchmarks/collect.py networks.json                  # of benchmarks/networks.py
+    python benchmarks/collect.py small.json                     # of benchmarks/small_sets.py
     python benchmarks/collect.py voxmma-sweep/sweep.json --driver 580.159.04
     python benchmarks/collect.py gate.json                      # of voxmma tiles --gate --json
     python benchmarks/collect.py unet.json policies.json        # of examples/train_unet.py, policy_table.py
     python benchmarks/collect.py --sanitizer memcheck=memory.log racecheck=races.log --card "NVIDIA H100"
     python benchmarks/collect.py --ncu surface_512=raw.csv --card "NVIDIA H100"
 
-`voxmma demo`, benchmarks/peerbench.py, scaling.py, operators.py and networks.py, and foreign peer benchmarks
-(`info` and `results`, one file a scene, all libraries in one run) go into <card>.json; rows of peerbench.py
-are added to those of the same commit and scene, rows of networks.py to those of the same commit. A sweep goes
-into sweep-<card>.json (one of the same commit and scene is added to), verdicts of `voxmma tiles --gate` into
-gate-<card>.json, training runs into training-<card>.json, the policies' casts, errors and times into
-policies-<card>.json, what compute-sanitizer printed around benchmarks/sanitize.py into
-sanitizer-<card>.json, and a table of ncu (`--page raw --csv`) of one launch a kernel into ncu-<card>.json
-(sections "Proving a kernel" and "Figures" of CONTRIBUTING.md).
+`voxmma demo`, benchmarks/peerbench.py, scaling.py, operators.py, networks.py and small_sets.py, and foreign
+peer benchmarks (`info` and `results`, one file a scene, all libraries in one run) go into <card>.json; rows
+of peerbench.py are added to those of the same commit and scene, rows of networks.py and small_sets.py to
+those of the same commit. A sweep goes into sweep-<card>.json (one of the same commit and scene is added to),
+verdicts of `voxmma tiles --gate` into gate-<card>.json, training runs into training-<card>.json, the
+policies' casts, errors and times into policies-<card>.json, what compute-sanitizer printed around
+benchmarks/sanitize.py into sanitizer-<card>.json, and a table of ncu (`--page raw --csv`) of one launch a
+kernel into ncu-<card>.json (sections "Proving a kernel" and "Figures" of CONTRIBUTING.md).
 benchmarks/readme_tables.py makes the tables of README and docs from the result files.
 """
 
@@ -75,7 +76,11 @@ def _row(entry: Result) -> Result:
 
 #: Fields of a row that name it, in the names of result files.
 _PEER_KEY = ("lib", "variant", "ci", "co", "kernel", "stride", "dtype", "transposed")
-_NETWORK_KEY = ("network", "scene", "batch", "lib")
+#: By kind of a run that is kept whole: what is kept of it beside its rows, and the fields that name a row.
+_RUNS = {
+    "networks": (("environment", "repeats", "dtype"), ("network", "scene", "batch", "lib")),
+    "small_sets": (("environment", "repeats", "spconv"), ("voxels", "channels", "lib", "variant")),
+}
 _PEER_SAME = ("commit", "driver", "torch", "voxels", "repeats")
 
 
@@ -132,21 +137,20 @@ def _by_layer(row: Result) -> tuple[Any, ...]:
     return *kind, row["dtype"], row["ci"] * row["co"], row["ci"]
 
 
-def _networks(raw: Result, former: Result | None, origin: Result) -> Result:
-    """A run of benchmarks/networks.py, added to `former` where that is of the same commit and machine."""
+def _run(raw: Result, former: Result | None, origin: Result) -> Result:
+    """A run of a kind of `_RUNS`, added to `former` where that is of the same commit and machine."""
+    kept, key = _RUNS[raw["kind"]]
     part: Result = {
         **origin,
         "driver": origin["driver"] or raw["driver"],
-        **{name: raw[name] for name in ("environment", "repeats", "dtype")},
+        **{name: raw[name] for name in kept},
     }
     rows: dict[tuple[Any, ...], Result] = {}
-    same = ("commit", "driver", "environment", "repeats", "dtype")
-    if former is not None and all(former[name] == part[name] for name in same):
-        rows = {tuple(row[name] for name in _NETWORK_KEY): row for row in former["rows"]}
+    if former is not None and all(former[name] == part[name] for name in ("commit", "driver", *kept)):
+        rows = {tuple(row[name] for name in key): row for row in former["rows"]}
     for row in raw["rows"]:
-        key = tuple(row[name] for name in _NETWORK_KEY)
         if "left_out" not in row:
-            rows[key] = {name: _short(value) for name, value in row.items()}
+            rows[tuple(row[name] for name in key)] = {name: _figures(value) for name, value in row.items()}
     return {**part, "rows": list(rows.values())}
 
 
@@ -370,13 +374,13 @@ def collect(
             path.write_text(json.dumps({"card": name, raw["kind"]: {**origin, **raw}}, indent=1) + "\n")
             written.append(path)
             continue
-        if raw.get("kind") in ("peers", "scaling", "operators", "networks"):
+        if raw.get("kind") in ("peers", "scaling", "operators", *_RUNS):
             path = folder / f"{slug(card or raw['device'])}.json"
             kept: Result = json.loads(path.read_text()) if path.exists() else {"card": card or raw["device"]}
             if raw["kind"] == "peers":
                 kept["scenes"] = _peers(raw, kept.get("scenes", {}), origin)
-            elif raw["kind"] == "networks":
-                kept["networks"] = _networks(raw, kept.get("networks"), origin)
+            elif raw["kind"] in _RUNS:
+                kept[raw["kind"]] = _run(raw, kept.get(raw["kind"]), origin)
             elif raw["kind"] == "operators":
                 kept["operators"] = {**kept.get("operators", {}), **_operators(raw, origin)}
             else:

@@ -248,6 +248,27 @@ def scaling_table(results: list[Result]) -> str:
     return "\n\n".join(blocks) or "No run of benchmarks/scaling.py has been recorded yet."
 
 
+def small_sets_table(results: list[Result]) -> str:
+    """A layer of ours by voxels and channels, per card."""
+    blocks = []
+    for result in _gpus_first(results, "small_sets"):
+        part = result["small_sets"]
+        ours = [row for row in part["rows"] if row["lib"] == "voxmma"]
+        rows = [
+            [
+                f"{row['voxels']:,}",
+                str(row["channels"]),
+                *(f"{row[name]:.1f}" for name in ("forward_kernel_us", "forward_us", "step_us")),
+                str(row["parts"]),
+            ]
+            for row in sorted(ours, key=lambda row: (row["voxels"], row["channels"]))
+        ]
+        header = ["voxels", "C", "forward kernel us", "forward us", "step us", "parts"]
+        caption = _medians(result["card"], part, ", ".join(sorted({row["dtype"] for row in ours})))
+        blocks.append(f"{caption}\n\n{_markdown(header, rows)}")
+    return "\n\n".join(blocks) or "No run of benchmarks/small_sets.py has been recorded yet."
+
+
 def operators_table(results: list[Result]) -> str:
     """Coordinate sets, kernel maps, pooling and what only moves data, per card and scene."""
     blocks = []
@@ -314,10 +335,14 @@ def _network(row: Result) -> str:
     return f"{title}, {row['scene']}" + (f" x {row['batch']}" if row["batch"] > 1 else "")
 
 
+def _medians(card: str, part: Result, dtype: str) -> str:
+    origin = _origin(part, part["environment"]["torch"])
+    return f"**{card}**, {dtype}, medians of {part['repeats']}; {origin}."
+
+
 def _networks_caption(result: Result) -> str:
     part = result["networks"]
-    origin = _origin(part, part["environment"]["torch"])
-    return f"**{result['card']}**, {part['dtype']}, medians of {part['repeats']}; {origin}."
+    return _medians(result["card"], part, part["dtype"])
 
 
 def networks_table(results: list[Result]) -> str:
@@ -919,6 +944,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "sanitizer": sanitizer_table,
     "ncu": ncu_table,
     "scaling": scaling_table,
+    "small_sets": small_sets_table,
     "speed": speed_table,
     "speed_plots": speed_plots_block,
     "sweep": sweep_table,

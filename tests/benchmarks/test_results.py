@@ -226,6 +226,43 @@ def test_emulator_reports_show_agreement_and_disagreement(tmp_path: Path) -> Non
     assert "2,000 dot products, 0.999000000 of them equal" in text and "on sparse: a=[1.0]" in text
 
 
+# ---- small sets --------------------------------------------------------------------------------------------
+
+
+def test_times_of_small_sets_become_a_table(tmp_path: Path) -> None:
+    assert "No run" in tables.small_sets_table([])
+    file, folder = tmp_path / "small.json", tmp_path / "results"
+    sizes = ["--voxels", "254", "--voxels", "5", "--channels", "8", "--repeats", "1", "--device", "cpu"]
+    assert script("small_sets").main([*sizes, "--out", str(file)]) == 0
+    raw = json.loads(file.read_text())
+    times = {"forward_us": 16.78399, "forward_kernel_us": 12.542, "step_us": 1042.304}
+    raw["rows"][0] |= {**times, "forward_spread_us": [16.448001, 17.152], "parts": 7}
+    raw["rows"].append({**raw["rows"][0], "lib": "spconv", "variant": "implicit", "forward_us": 1.0})
+    del raw["rows"][-1]["parts"]
+
+    def stored(rows: list[dict[str, Any]], commit: str = "abc") -> dict[str, Any]:
+        file.write_text(json.dumps({**raw, "driver": "1.3", "rows": rows}))
+        options = ["--results", str(folder), "--card", "GPU Y", "--commit", commit, "--date", "2026-01-01"]
+        assert collect.main([str(file), *options]) == 0
+        (found,) = tables.load(folder)
+        assert found["card"] == "GPU Y" and found["small_sets"]["driver"] == "1.3"
+        return found
+
+    found = stored(raw["rows"])
+    assert [row["lib"] for row in found["small_sets"]["rows"]] == ["voxmma", "voxmma", "spconv"]
+    assert found["small_sets"]["rows"][0]["forward_spread_us"] == [16.45, 17.15]
+    caption, _, *lines = tables.small_sets_table([found]).splitlines()
+    origin = f"torch {raw['environment']['torch']}, driver 1.3, commit abc, 2026-01-01"
+    assert caption == f"**GPU Y**, fp32, medians of 1; {origin}."
+    assert lines[0] == "| voxels | C | forward kernel us | forward us | step us | parts |"
+    assert lines[2].startswith("| 5 | 8 | ") and lines[3:] == ["| 254 | 8 | 12.5 | 16.8 | 1042.0 | 7 |"]
+    again = stored([{**raw["rows"][1], "parts": 3}])["small_sets"][
+        "rows"
+    ]  # the same commit: one row is replaced
+    assert [row.get("parts") for row in again] == [7, 3, None]
+    assert len(stored(raw["rows"][:1], commit="def")["small_sets"]["rows"]) == 1
+
+
 # ---- versions of torch -------------------------------------------------------------------------------------
 
 

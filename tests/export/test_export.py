@@ -561,7 +561,7 @@ def test_the_command(command: typer.Typer, tmp_path: Path) -> None:
     assert 1e-5 < float((exact(x) - fast(x)).norm() / exact(x).norm()) < 1e-2
     both = run("--policy", "auto_mixed", "--fp16-accum")
     assert both.exit_code == 0 and load(tmp_path / "a.pt2").metadata["fp16_accum"] is True
-    for flags, message in ((("--fp16-accum",), "fp32 accumulator"), (("--policy", "mixed"), "unknown policy")):
+    for flags, message in ((("--fp16-accum",), "fp32 accum"), (("--policy", "mixed"), "unknown policy")):
         refused = run(*flags)
         assert refused.exit_code == 2 and message in refused.output
     for bad in (f"{tmp_path / 'model.py'}:wrong", f"{tmp_path / 'model.py'}:none", "nowhere.py:small"):

@@ -121,12 +121,13 @@ def test_fault_59_a_changed_or_cut_file_is_refused(good: Path, tmp_path: Path) -
     with pytest.raises(ArtefactError, match="no intact archive"):
         load(path)
     parts = entries(good)
-    start = data.index(parts[0][1][:16])
+    with zipfile.ZipFile(good) as archive:
+        header = archive.getinfo(str(parts[0][0])).header_offset
+    start = header + 30 + sum(int.from_bytes(data[header + i : header + i + 2], "little") for i in (26, 28))
+    assert data[start : start + len(parts[0][1])] == parts[0][1]
     data[start] ^= 1
     path.write_bytes(data)
-    with pytest.raises(
-        ArtefactError, match=r"no intact archive|something follows"
-    ):  # as torch lays files out
+    with pytest.raises(ArtefactError, match="no intact archive"):
         load(path)
     path.write_bytes(b"no archive")
     with pytest.raises(ArtefactError, match="no intact archive"):
@@ -149,8 +150,9 @@ def test_fault_59_pickles_are_not_run(good: Path, tmp_path: Path) -> None:
         if not root(parts):
             continue
         legacy = f"{root(parts)}data/weights/model.pt"  # which torch 2.8 still writes
-        with pytest.raises(ArtefactError, match=r"holds more than tensors|is there twice"):
-            load(write(path, [*parts, (legacy, bomb)]))
+        others = [part for part in parts if str(part[0]) != legacy]
+        with pytest.raises(ArtefactError, match="holds more than tensors"):
+            load(write(path, [*others, (legacy, bomb)]))
         config, tensor = place(parts, "model_weights_config.json"), place(parts, "weights/weight_0")
         listed = json.loads(parts[config][1])
         for payload in listed["config"].values():

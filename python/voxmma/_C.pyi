@@ -55,6 +55,69 @@ def build_plan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
     """The tensors of a map, PlanStats, and the number of pairs, -1 where they are not read."""
 
+def index_sized(
+    coords: Tensor, count: Tensor, bounds: Sequence[int], status: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`index_coords` of the first `count` of (capacity, 4) int32 rows: order (capacity,), bricks. No read-back.
+
+    count: (1,) int64 on the device, at most capacity counts. bounds: smallest and largest (batch, x, y, z) that
+    rows may have. status, (4,) int64 on the device, becomes [count as given, smallest row out of bounds or -1,
+    duplicate row << 32 | its earliest twin or -1, 0]. Such rows have a rank, too: order[:count] is always a
+    permutation of the rows, what is behind it means nothing.
+    """
+
+def derive_sized(
+    coords: Tensor,
+    count: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    to_children: bool,
+    bounds: Sequence[int],
+    capacity: int,
+    status: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`derive_coords` of the first `count` rows: coordinates (capacity, 4), count (1,), order, bricks. No read-back.
+
+    bounds: of the sites (voxmma.sparse.derive.reach), at most 2^27 cells rounded up to powers of two, else
+    ValueError. status, (4,) int64, becomes [sites, 1 if a site was outside bounds or the packable range, 0, 0].
+    More sites than capacity, and nothing is there: count 0.
+    """
+
+def plan_room(
+    n_out: int,
+    n_in: int,
+    size: Sequence[int],
+    start: Sequence[int],
+    step: Sequence[int],
+    mul: Sequence[int],
+    div: Sequence[int],
+) -> tuple[int, int, int, int]:
+    """Passes and units of 4 entries of uniq that a plan takes as a rule, and those that always suffice."""
+
+def plan_sized(
+    out_coords: Tensor,
+    out_count: Tensor,
+    out_order: Tensor,
+    bricks: Tensor,
+    in_order: Tensor,
+    size: Sequence[int],
+    start: Sequence[int],
+    step: Sequence[int],
+    mul: Sequence[int],
+    div: Sequence[int],
+    pass_capacity: int,
+    uniq4_capacity: int,
+    status: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`build_plan` of the first `out_count` outputs: order, schedule, passes, frag, uniq, local. No read-back.
+
+    There are ceil(capacity / 256) tiles. Those without rows are empty: order -1, local kMissing, cost 0, and
+    passes without unique rows, which they share, behind pass_capacity others. So is a tile that finds no
+    room. status, (4,) int64, becomes [units of 4 entries of uniq, passes, pairs, 0] that are needed.
+    """
+
 class StreamEvent:
     """An event behind what a CUDA device's current stream had to do when `record` was called."""
 

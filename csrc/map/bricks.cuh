@@ -41,6 +41,17 @@ __device__ __forceinline__ uint32_t next_slot(uint32_t slot, uint32_t capacity) 
   return slot + 1 == capacity ? 0 : slot + 1;
 }
 
+// Rows to work on: `n`, or as many as the device says (kernels.h), from row `begin` of all on.
+struct Rows {
+  int64_t n;
+  const int64_t* count = nullptr;
+  int64_t begin = 0;
+
+  __device__ __forceinline__ int64_t number() const {
+    return count == nullptr ? n : max(int64_t{0}, min(*count - begin, n));
+  }
+};
+
 // Enters a brick that is not in the table, whose empty slots are all ones.
 __device__ __forceinline__ void insert_brick(Brick* table, uint32_t capacity, uint2 key, int first, uint32_t mask) {
   constexpr unsigned long long kEmpty = ~0ull;

@@ -78,13 +78,28 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// What index_cells tells and asks where the host does not know how many cells there are.
+struct Sized {
+  int64_t room;
+  CellStats* found = nullptr;
+  int64_t* made = nullptr;
+};
+
 // Writes the rows of the first bitmap and the ranks of the second one's words, and empties the brick table.
 __global__ void __launch_bounds__(kThreads)
-    place(const Cells cells, const CoordBox box, int4* coords, uint4* table, int64_t capacity) {
+    place(const Cells cells, const CoordBox box, int4* coords, uint4* table, int64_t capacity, const Sized sized) {
   __shared__ int warp_total[kThreads / 32], warp_before[kThreads / 32];
   const int t = threadIdx.x, warp = t / 32, lane = t % 32;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + t; i < capacity; i += int64_t{gridDim.x} * kThreads) {
     table[i] = make_uint4(~0u, kNoBrick, ~0u, ~0u);
+  }
+  if (sized.found != nullptr) {
+    const bool fits = cells.stats->count <= sized.room;
+    if (blockIdx.x == 0 && t == 0) {
+      *sized.found = *cells.stats;
+      *sized.made = fits ? cells.stats->count : 0;
+    }
+    if (!fits) return;
   }
   if (cells.block_bits[blockIdx.x] == 0) return;
   const bool ranks = blockIdx.x >= cells.row_blocks;
@@ -129,8 +144,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // Order and bricks of rows whose ranks are known.
 __global__ void __launch_bounds__(kThreads) index_rows(const Cells cells, const CoordBox box, const int4* coords,
-                                                       int64_t n, int* order, Brick* table, uint32_t capacity) {
-  const int64_t step = int64_t(gridDim.x) * kThreads;
+                                                       const Rows rows, int* order, Brick* table, uint32_t capacity) {
+  const int64_t step = int64_t(gridDim.x) * kThreads, n = rows.number();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
     const int4 c = coords[i];
     const auto cell = static_cast<uint32_t>(morton(box, c));
@@ -143,14 +158,15 @@ __global__ void __launch_bounds__(kThreads) index_rows(const Cells cells, const 
 }
 
 cudaError_t index_with(const Cells& cells, const CoordBox& box, int64_t count, int* coords, int* order, Brick* table,
-                       int64_t capacity, cudaStream_t stream) {
+                       int64_t capacity, const Sized& sized, cudaStream_t stream) {
   auto* rows = reinterpret_cast<int4*>(coords);
-  place<<<cells.blocks, kThreads, 0, stream>>>(cells, box, rows, reinterpret_cast<uint4*>(table), capacity);
+  place<<<cells.blocks, kThreads, 0, stream>>>(cells, box, rows, reinterpret_cast<uint4*>(table), capacity, sized);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess || count == 0) return error;
   const int blocks = blocks_for(count);
   const auto slots = static_cast<uint32_t>(capacity);
-  index_rows<<<blocks, kThreads, 0, stream>>>(cells, box, rows, count, order, table, slots);
+  const Rows number{count, sized.made};
+  index_rows<<<blocks, kThreads, 0, stream>>>(cells, box, rows, number, order, table, slots);
   return cudaGetLastError();
 }
 
@@ -190,9 +206,11 @@ cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t strea
 }
 
 cudaError_t index_cells(const CoordBox& box, void* workspace, int64_t count, int* coords, int* order, Brick* table,
-                        int64_t capacity, cudaStream_t stream) {
-  if (count < 0 || count > INT_MAX || capacity < 1 || capacity > UINT_MAX) return cudaErrorInvalidValue;
-  return index_with(Cells(workspace, box), box, count, coords, order, table, capacity, stream);
+                        int64_t capacity, CellStats* found, int64_t* made, cudaStream_t stream) {
+  if (count < 0 || count > INT_MAX || capacity < 1 || capacity > UINT_MAX || (found == nullptr) != (made == nullptr)) {
+    return cudaErrorInvalidValue;
+  }
+  return index_with(Cells(workspace, box), box, count, coords, order, table, capacity, {count, found, made}, stream);
 }
 
 size_t survey_workspace(int64_t n) { return Survey(nullptr, n).total_bytes; }
@@ -229,7 +247,7 @@ cudaError_t index_survey(const SurveyStats& stats, const int* coords, int64_t n,
   cells.block_bits = survey.block_bits;
   cells.ranks = survey.ranks;
   cells.blocks = static_cast<unsigned>(words_of(bits_of(box)) / kWordsPerBlock);
-  return index_with(cells, box, n, const_cast<int*>(coords), order, table, capacity, stream);
+  return index_with(cells, box, n, const_cast<int*>(coords), order, table, capacity, {n}, stream);
 }
 
 }  // namespace voxmma

@@ -103,13 +103,34 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Word `word` of the Morton codes, of the rows as they come or as `rows` names them.
-__global__ void __launch_bounds__(kThreads) sort_keys(const int4* coords, int64_t n, const CoordBox box, int word,
-                                                      const int* rows, uint32_t* key_out, int* row_out) {
-  const int64_t step = int64_t(gridDim.x) * kThreads;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
+__device__ __forceinline__ bool within(const OrderArgs& args, int4 c) {
+  const int v[4] = {c.x, c.y, c.z, c.w};
+  bool inside = true;
+#pragma unroll
+  for (int a = 0; a < 4; ++a) inside = inside && v[a] >= args.low[a] && v[a] <= args.high[a];
+  return inside;
+}
+
+__global__ void init_sized(SizedStats* stats, const int64_t* count) { *stats = {*count, -1, -1, 0}; }
+
+// Word `word` of the Morton codes, of the rows as they come or as `rows` names them. All ones for rows that are bad or
+// beyond the number that there are: the sort is stable, so these come behind all others.
+__global__ void __launch_bounds__(kThreads) sort_keys(const __grid_constant__ OrderArgs args, int word, const int* rows,
+                                                      uint32_t* key_out, int* row_out) {
+  const auto* coords = reinterpret_cast<const int4*>(args.coords);
+  const int64_t step = int64_t(gridDim.x) * kThreads, number = Rows{args.n, args.count}.number();
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < args.n; i += step) {
     const int row = rows != nullptr ? rows[i] : static_cast<int>(i);
-    key_out[i] = static_cast<uint32_t>(morton(box, coords[row]) >> (32 * word));
+    uint32_t key = ~0u;
+    if (row < number) {
+      const int4 c = coords[row];
+      if (args.count == nullptr || within(args, c)) {
+        key = static_cast<uint32_t>(morton(args.box, c) >> (32 * word));
+      } else if (rows == nullptr) {
+        report_smallest(&args.sized->bad_row, row);
+      }
+    }
+    key_out[i] = key;
     if (rows == nullptr) row_out[i] = row;
   }
 }
@@ -117,10 +138,11 @@ __global__ void __launch_bounds__(kThreads) sort_keys(const int4* coords, int64_
 __device__ __forceinline__ bool same(uint2 a, uint2 b) { return a.x == b.x && a.y == b.y; }
 
 // Bricks and duplicates of an ordered set: both are runs.
-__global__ void __launch_bounds__(kThreads)
-    check_order(const int4* coords, const int* order, int64_t n, CoordStats* stats) {
+__global__ void __launch_bounds__(kThreads) check_order(const __grid_constant__ OrderArgs args) {
+  const auto* coords = reinterpret_cast<const int4*>(args.coords);
+  const int* order = args.order;
   int bricks = 0;
-  const int64_t step = int64_t(gridDim.x) * kThreads;
+  const int64_t step = int64_t(gridDim.x) * kThreads, n = Rows{args.n, args.count}.number();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
     const int row = order[i];
     const int4 c = coords[row];
@@ -130,28 +152,31 @@ __global__ void __launch_bounds__(kThreads)
       const int4 before = coords[twin];
       new_brick = !same(brick_key(c), brick_key(before));
       // The second row of a run repeats the first, the earliest of its place; later ones are larger rows.
-      if (!new_brick && brick_cell(c) == brick_cell(before) && packable(c)) {
-        report_smallest(&stats->duplicate, int64_t{row} << 32 | int64_t{twin});
+      if (!new_brick && brick_cell(c) == brick_cell(before) && (args.count != nullptr ? within(args, c) : packable(c))) {
+        report_smallest(args.count != nullptr ? &args.sized->duplicate : &args.stats->duplicate,
+                        int64_t{row} << 32 | int64_t{twin});
       }
     }
     bricks += new_brick;
   }
+  if (args.count != nullptr) return;
   __shared__ int warp_bricks[kThreads / 32];
   bricks = __reduce_add_sync(0xffffffffu, bricks);
   if (threadIdx.x % 32 == 0) warp_bricks[threadIdx.x / 32] = bricks;
   __syncthreads();
   if (threadIdx.x == 0) {
     for (int w = 1; w < kThreads / 32; ++w) bricks += warp_bricks[w];
-    atomicAdd(reinterpret_cast<unsigned long long*>(&stats->bricks), static_cast<unsigned long long>(bricks));
+    atomicAdd(reinterpret_cast<unsigned long long*>(&args.stats->bricks), static_cast<unsigned long long>(bricks));
   }
 }
 
 // The first rank of each brick enters it.
 __global__ void __launch_bounds__(kThreads)
-    insert_bricks(const int4* coords, const int* order, int64_t n, Brick* table, uint32_t capacity) {
-  const int64_t step = int64_t(gridDim.x) * kThreads;
+    insert_bricks(const int4* coords, const int* order, const Rows rows, Brick* table, uint32_t capacity) {
+  const int64_t step = int64_t(gridDim.x) * kThreads, n = rows.number();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
     const int4 c = coords[order[i]];
+    if (!packable(c)) continue;
     const uint2 key = brick_key(c);
     if (i > 0 && same(key, brick_key(coords[order[i - 1]]))) continue;
     uint32_t mask = 1u << brick_cell(c);
@@ -188,8 +213,7 @@ size_t order_workspace(int64_t n) {
 }
 
 cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
-  if (args.n < 0 || args.n > INT_MAX) return cudaErrorInvalidValue;
-  const auto* coords = reinterpret_cast<const int4*>(args.coords);
+  if (args.n < 0 || args.n > INT_MAX || (args.count != nullptr && args.stats != nullptr)) return cudaErrorInvalidValue;
   const int blocks = blocks_for(args.n), n = static_cast<int>(args.n);
   Workspace w;
   cudaError_t error = make_workspace(args.workspace, args.n, &w);
@@ -198,14 +222,17 @@ cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
     error = measure_coords(args.coords, args.n, args.stats, nullptr, nullptr, 0, stream);
     if (error != cudaSuccess) return error;
   }
+  if (args.count != nullptr) {
+    init_sized<<<1, 1, 0, stream>>>(args.sized, args.count);
+    if ((error = cudaGetLastError()) != cudaSuccess) return error;
+  }
   if (n == 0) return cudaSuccess;
 
-  const CoordBox box = args.box;
-  const int bits = bits_of(box);
+  const int bits = bits_of(args.box);
   const int words = bits > kSortBits ? 2 : 1;
   for (int word = 0; word < words; ++word) {  // least significant first: the sort is stable
     const int* rows = word == 0 ? nullptr : w.row_low;
-    sort_keys<<<blocks, kThreads, 0, stream>>>(coords, n, box, word, rows, w.key_in, w.row_in);
+    sort_keys<<<blocks, kThreads, 0, stream>>>(args, word, rows, w.key_in, w.row_in);
     if ((error = cudaGetLastError()) != cudaSuccess) return error;
     error = cub::DeviceRadixSort::SortPairs(w.cub, w.cub_bytes, static_cast<const uint32_t*>(w.key_in), w.key_out,
                                             static_cast<const int*>(word == 0 ? w.row_in : w.row_low),
@@ -213,7 +240,7 @@ cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
                                             std::clamp(bits - word * kSortBits, 1, kSortBits), stream);
     if (error != cudaSuccess) return error;
   }
-  if (args.stats != nullptr) check_order<<<blocks, kThreads, 0, stream>>>(coords, args.order, n, args.stats);
+  if (args.stats != nullptr || args.count != nullptr) check_order<<<blocks, kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -221,13 +248,13 @@ int64_t brick_capacity(int64_t n, int64_t bricks) {
   return std::clamp<int64_t>(bricks >= 0 ? 5 * bricks / 2 : n + n / 2, kMinCapacity, UINT_MAX);
 }
 
-cudaError_t build_bricks(const int* coords, const int* order, int64_t n, Brick* table, int64_t capacity,
-                         cudaStream_t stream) {
+cudaError_t build_bricks(const int* coords, const int* order, int64_t n, const int64_t* count, Brick* table,
+                         int64_t capacity, cudaStream_t stream) {
   if (n < 0 || n > INT_MAX || capacity < 1 || capacity > UINT_MAX) return cudaErrorInvalidValue;
   const cudaError_t error = cudaMemsetAsync(table, 0xff, size_t(capacity) * sizeof(Brick), stream);
   if (error != cudaSuccess || n == 0) return error;
-  insert_bricks<<<blocks_for(n), kThreads, 0, stream>>>(reinterpret_cast<const int4*>(coords), order, n, table,
-                                                        static_cast<uint32_t>(capacity));
+  insert_bricks<<<blocks_for(n), kThreads, 0, stream>>>(reinterpret_cast<const int4*>(coords), order, Rows{n, count},
+                                                        table, static_cast<uint32_t>(capacity));
   return cudaGetLastError();
 }
 

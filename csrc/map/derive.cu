@@ -161,9 +161,10 @@ __global__ void __launch_bounds__(kThreads)
 // Sets the candidates' bits. The rows lie in the bounds that the box is around; what is not in it is called outside,
 // which keeps a wrong bound from writing elsewhere.
 __global__ void __launch_bounds__(kThreads)
-    mark_candidates(const int4* coords, int64_t candidates, const __grid_constant__ Rule rule, const Cells cells) {
+    mark_candidates(const int4* coords, const Rows rows, const __grid_constant__ Rule rule, const Cells cells) {
   const CoordBox& box = rule.box;
   bool outside = false;
+  const int64_t candidates = rows.number() * rule.axis[0].slots * rule.axis[1].slots * rule.axis[2].slots;
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < candidates; i += step) {
     int4 c;
@@ -275,11 +276,10 @@ int64_t expand_capacity(int64_t keys) { return std::max<int64_t>(keys + keys / 2
 cudaError_t expand_cells(const ExpandArgs& args, void* workspace, cudaStream_t stream) {
   if (!valid(args) || bits_of(args.box) > kMaxCellBits) return cudaErrorInvalidValue;
   if (args.n == 0) return cudaSuccess;
-  const int64_t candidates = expand_bound(args);
   const auto* coords = reinterpret_cast<const int4*>(args.coords);
   const Cells cells(workspace, args.box);
-  const Rule rule = make_rule(args);
-  mark_candidates<<<blocks_for(candidates), kThreads, 0, stream>>>(coords, candidates, rule, cells);
+  const Rows rows{args.n, args.count, args.begin};
+  mark_candidates<<<blocks_for(expand_bound(args)), kThreads, 0, stream>>>(coords, rows, make_rule(args), cells);
   return cudaGetLastError();
 }
 

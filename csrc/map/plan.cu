@@ -485,6 +485,29 @@ __device__ __forceinline__ int64_t bump(int64_t* counter, int64_t amount) {
       atomicAdd(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(amount)));
 }
 
+// Makes a tile one without rows or neighbours, with the passes that all such tiles share. By the whole block.
+__device__ __forceinline__ void empty_tile(const PlanArgs& args, int tile, int volume) {
+  const int t = threadIdx.x;
+  args.order[int64_t{tile} * kTileM + t] = -1;
+  auto* local = reinterpret_cast<int4*>(args.local + int64_t{tile} * volume * kTileM);
+  constexpr int kNone2 = kMissing << 16 | kMissing;
+  for (int i = t; i < volume * kTileM / 8; i += kThreads) local[i] = make_int4(kNone2, kNone2, kNone2, kNone2);
+  if (t == 0) {
+    args.schedule[gridDim.x + tile] =
+        ScheduledTile{tile, static_cast<int>(args.pass_capacity), empty_passes(volume), 0};
+  }
+}
+
+// Writes the passes of empty tiles. By the whole block.
+__device__ __forceinline__ void share_passes(const PlanArgs& args, int volume) {
+  const int passes = empty_passes(volume);
+  for (int i = threadIdx.x; i < passes; i += kThreads) {
+    const int begin = i * kPassOffsets;
+    args.passes[args.pass_capacity + i] = Pass{begin, min(kPassOffsets, volume - begin), 0, 0};
+  }
+  for (int i = threadIdx.x; i < passes * kFrags; i += kThreads) args.frag[args.pass_capacity * kFrags + i] = 0;
+}
+
 template <bool kDivide>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -498,11 +521,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
   const Shared s(shared_bytes, volume);
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
   const int tile = static_cast<int>(blockIdx.x), tile_row = tile * kTileM;
-  const bool one_sweep = volume <= kPassOffsets;
+  const bool one_sweep = volume <= kPassOffsets, sized = args.out_count != nullptr;
+  const int n_out = static_cast<int>(Rows{args.n_out, args.out_count}.number());
+  if (sized && tile == 0) share_passes(args, volume);
+  if (tile_row >= n_out) {
+    empty_tile(args, tile, volume);
+    return;
+  }
 
   // 1. Neighbours of the rows as they come, and from them the sort key. Where the plan has one group of offsets, the
   // neighbours are kept as slots of the shared set.
-  int row = tile_row + t < args.n_out ? args.out_order[tile_row + t] : -1;
+  int row = tile_row + t < n_out ? args.out_order[tile_row + t] : -1;
   for (int i = t; i < kSetSlots; i += kThreads) s.set_rank[i] = -1;
   for (int i = t; i < volume; i += kThreads) s.sort_bit[i] = p.sort_bit[i];
   constexpr int kNone2 = kSetSlots << 16 | kSetSlots;
@@ -524,7 +553,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
   int source =
       cluster_rows(sort_bits, reinterpret_cast<uint64_t*>(s.first), *reinterpret_cast<ClusterShared*>(s.first));
   const auto colours = static_cast<uint32_t>(s.tag[source]);
-  const bool whole = tile_row + 32 * (warp + 1) <= args.n_out;  // others are not dealt: padding stays behind the rows
+  const bool whole = tile_row + 32 * (warp + 1) <= n_out;  // others are not dealt: padding stays behind the rows
   if (whole) {
 #pragma unroll
     for (int i = 0; i < kColourings; ++i) {
@@ -550,7 +579,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
     const uint32_t lanes = __ballot_sync(0xffffffffu, my_colour == c);
     if (lane == c) s.lanes[warp * kColours + c] = lanes;
   }
-  row = tile_row + source < args.n_out ? args.out_order[tile_row + source] : -1;
+  row = tile_row + source < n_out ? args.out_order[tile_row + source] : -1;
   args.order[tile_row + t] = row;
   // Offsets from the pass's first to this one are in the set. It refused a rank only if it was full, and is so still.
   int known = one_sweep && fill < kSetLimit ? volume : 0;
@@ -558,6 +587,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
   // 3. Passes. Their unique rows are listed by first appearance: by offset, then by tile row.
   uint16_t* local = args.local + int64_t{tile} * volume * kTileM + t;
   int passes = 0, pairs = 0;
+  bool fits = true;
   for (int k_begin = 0, k_count = 0; k_begin < volume; k_begin += k_count) {
     const int column = k_begin % kPassOffsets;
     if (passes > 0) __syncthreads();  // the previous pass is done with the set
@@ -682,7 +712,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
       local[int64_t(k_begin + j) * kTileM] = static_cast<uint16_t>(s.tag[neighbour[j * kTileM]]);
     }
     const int64_t begin4 = uniq_begin4;
-    if (begin4 + count4 <= args.uniq4_capacity) {
+    if (begin4 + count4 > args.uniq4_capacity) {
+      fits = false;
+    } else {
       for (int i = t; i < 4 * count4; i += kThreads) {
         args.uniq[4 * begin4 + i] = __ldg(args.in_order + s.unique[min(i, count - 1)]);
       }
@@ -716,20 +748,32 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
   }
   __syncthreads();
   const int64_t first = first_pass;
-  if (first + passes <= args.pass_capacity) {
+  if (first + passes > args.pass_capacity) fits = false;
+  if (!fits) {
+    if (sized) empty_tile(args, tile, volume);
+  } else {
     for (int i = t; i < passes; i += kThreads) args.passes[first + i] = s.passes[i];
     for (int i = t; i < passes * kFrags; i += kThreads) args.frag[first * kFrags + i] = s.frag[i];
   }
 }
 
+// Tiles of a window of the balanced schedule: two rounds of a persistent kernel. A map of up to four is one window.
+__host__ __device__ __forceinline__ int window_of(int tiles, int sm_count) {
+  return tiles <= 4 * sm_count ? tiles : 2 * sm_count;
+}
+
 // Puts each tile where it belongs in its window: behind those that cost more, and those before it that cost as much. A
 // block places 32 tiles of a window, its warps share out the tiles to compare with.
-__global__ void __launch_bounds__(kThreads) rank_tiles(ScheduledTile* schedule, int count, int window) {
+__global__ void __launch_bounds__(kThreads) rank_tiles(ScheduledTile* schedule, int count, const Rows rows, int sm_count) {
   __shared__ int rank[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int blocks = (window + 31) / 32, begin = static_cast<int>(blockIdx.x) / blocks * window;
-  const int end = min(begin + window, count), tile = begin + static_cast<int>(blockIdx.x) % blocks * 32 + lane;
   const ScheduledTile* tiles = schedule + count;
+  const int used = static_cast<int>((rows.number() + kTileM - 1) / kTileM), window = window_of(used, sm_count);
+  // Empty tiles stay where they are.
+  for (int i = used + blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) schedule[i] = tiles[i];
+  const int blocks = (window + 31) / 32, begin = static_cast<int>(blockIdx.x) / max(blocks, 1) * window;
+  const int end = min(begin + window, used), tile = begin + static_cast<int>(blockIdx.x) % max(blocks, 1) * 32 + lane;
+  if (begin >= end) return;
   if (warp == 0) rank[lane] = begin;
   __syncthreads();
   const ScheduledTile mine = tile < end ? tiles[tile] : ScheduledTile{};
@@ -821,7 +865,7 @@ void plan_bounds(const PlanArgs& args, int64_t* passes, int64_t* uniq4) {
 
 cudaError_t build_plan(const PlanArgs& args, cudaStream_t stream) {
   if (args.n_out < 0 || args.n_out > INT_MAX - kTileM || args.capacity < 1 || args.capacity > UINT_MAX ||
-      args.pass_capacity > INT_MAX || args.uniq4_capacity > INT_MAX || args.sm_count < 1) {
+      args.pass_capacity > INT_MAX - kMaxVolume || args.uniq4_capacity > INT_MAX || args.sm_count < 1) {
     return cudaErrorInvalidValue;
   }
   for (int a = 0; a < 3; ++a) {
@@ -844,10 +888,14 @@ cudaError_t build_plan(const PlanArgs& args, cudaStream_t stream) {
   }
   kernel<<<static_cast<unsigned>(tiles), kThreads, bytes, stream>>>(params);
   if ((error = cudaGetLastError()) != cudaSuccess) return error;
-  // Two rounds of a persistent kernel; a map of up to four is one window.
-  const int window = static_cast<int>(tiles <= 4 * args.sm_count ? tiles : 2 * args.sm_count);
-  const int64_t blocks = (tiles + window - 1) / window * ((window + 31) / 32);
-  rank_tiles<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args.schedule, static_cast<int>(tiles), window);
+  const auto blocks_of = [&](int64_t used) {
+    const int window = window_of(static_cast<int>(used), args.sm_count);
+    return (used + window - 1) / window * ((window + 31) / 32);
+  };
+  int64_t blocks = blocks_of(tiles);
+  if (args.out_count != nullptr) blocks = std::max(blocks, blocks_of(std::min<int64_t>(tiles, 4 * args.sm_count)));
+  rank_tiles<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args.schedule, static_cast<int>(tiles),
+                                                                     Rows{args.n_out, args.out_count}, args.sm_count);
   return cudaGetLastError();
 }
 

@@ -58,12 +58,13 @@ def build_plan(
 def index_sized(
     coords: Tensor, count: Tensor, bounds: Sequence[int], status: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`index_coords` of the first `count` of (capacity, 4) int32 rows: order (capacity,), bricks. No read-back.
+    """`index_coords` of the first `count` of (capacity, 4) int32 rows: order (capacity,), bricks.
 
-    count: (1,) int64 on the device, at most capacity counts. bounds: smallest and largest (batch, x, y, z) that
-    rows may have. status, (4,) int64 on the device, becomes [count as given, smallest row out of bounds or -1,
-    duplicate row << 32 | its earliest twin or -1, 0]. Such rows have a rank, too: order[:count] is always a
-    permutation of the rows, what is behind it means nothing.
+    Never reads back, like all `*_sized` functions; each takes counts between 0 and capacity. count: (1,) int64
+    on the device. bounds: smallest and largest (batch, x, y, z) that rows may have. status, (4,) int64 on the
+    device, becomes [count as given, smallest row out of bounds or -1, duplicate row << 32 | its earliest twin
+    or -1, unused]. Such rows have a rank, too: order[:count] is always a permutation of the rows, what is behind it
+    means nothing.
     """
 
 def derive_sized(
@@ -78,11 +79,11 @@ def derive_sized(
     capacity: int,
     status: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`derive_coords` of the first `count` rows: coordinates (capacity, 4), count (1,), order, bricks. No read-back.
+    """`derive_coords` of the first `count` rows: coordinates (capacity, 4), count (1,), order, bricks.
 
-    bounds: of the sites (voxmma.sparse.derive.reach), at most 2^27 cells rounded up to powers of two, else
-    ValueError. status, (4,) int64, becomes [sites, 1 if a site was outside bounds or the packable range, 0, 0].
-    More sites than capacity, and nothing is there: count 0.
+    bounds: of the sites (voxmma.sparse.derive.reach), at most 2^27 cells with every axis rounded up to a power
+    of two, else ValueError. status becomes [sites, not 0 if one was outside bounds or the packable range,
+    bricks, unused]. Where there are more sites than capacity, count is 0.
     """
 
 def plan_room(
@@ -111,11 +112,11 @@ def plan_sized(
     uniq4_capacity: int,
     status: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`build_plan` of the first `out_count` outputs: order, schedule, passes, frag, uniq, local. No read-back.
+    """`build_plan` of the first `out_count` outputs: order, schedule, passes, frag, uniq, local.
 
     There are ceil(capacity / 256) tiles. Those without rows are empty: order -1, local kMissing, cost 0, and
     passes without unique rows, which they share, behind pass_capacity others. So is a tile that finds no
-    room. status, (4,) int64, becomes [units of 4 entries of uniq, passes, pairs, 0] that are needed.
+    room. status becomes what is needed: [units of 4 entries of uniq, passes, pairs, unused].
     """
 
 class StreamEvent:

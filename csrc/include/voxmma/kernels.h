@@ -176,6 +176,16 @@ struct CoordStats {
   int min[4], max[4];
 };
 
+// Where the number of rows is known to the device only (`count`, null elsewhere), the number on the host is a capacity:
+// what is allocated and launched for. Less than 0 rows and more than the capacity count as none and as the capacity.
+
+// What order_coords found out about a number of rows that the device knows.
+struct SizedStats {
+  int64_t count;    // as given
+  int64_t bad_row;  // smallest row outside the box's bounds, -1: none
+  int64_t duplicate, unused;  // as in CoordStats, of rows within the bounds
+};
+
 // Order of the rows along a Morton curve, rows of one place in the caller's order.
 struct OrderArgs {
   const int* coords;  // (n, 4) b,x,y,z contiguous, 16-byte aligned
@@ -184,13 +194,19 @@ struct OrderArgs {
   CoordStats* stats;  // null: rows are known to be valid
   int* order;         // [n] row of each rank
   void* workspace;    // order_workspace(n) bytes, 256-byte aligned
+  // With a `count`, `stats` is null, and rows are checked against these bounds. Bad ones come last.
+  const int64_t* count;
+  int low[4], high[4];
+  SizedStats* sized;
 };
 size_t order_workspace(int64_t n);
 cudaError_t order_coords(const OrderArgs&, cudaStream_t);
 
 // Hash table of the bricks of an ordered set. `bricks` -1: not known.
 int64_t brick_capacity(int64_t n, int64_t bricks);
-cudaError_t build_bricks(const int* coords, const int* order, int64_t n, Brick* table, int64_t capacity, cudaStream_t);
+// Rows that are not packable are left out.
+cudaError_t build_bricks(const int* coords, const int* order, int64_t n, const int64_t* count, Brick* table,
+                         int64_t capacity, cudaStream_t);
 
 // A set as two bitmaps over the cells of a box, for boxes of up to 2^27 cells: sorted rows and their index without a
 // sort. The box is a cell_box(); the bitmaps and what is counted lie in a workspace of cell_workspace(box) bytes, 256-byte
@@ -206,8 +222,10 @@ CellStats* cell_stats(const CoordBox& box, void* workspace);
 cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t);
 cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t);
 // (count, 4) coordinates sorted by (batch, x, y, z), row of each rank in Morton order, and the hash table of bricks.
+// `found` not null: the host does not know how many cells there are, and `count` is the room for them. found->count tells
+// how many there were, *made how many are there: all, or none where there is not room for all.
 cudaError_t index_cells(const CoordBox& box, void* workspace, int64_t count, int* coords, int* order, Brick* table,
-                        int64_t capacity, cudaStream_t);
+                        int64_t capacity, CellStats* found, int64_t* made, cudaStream_t);
 
 // Checks rows and marks them in a bitmap in Morton order. Where survey_holds(stats, n), all are packable and distinct,
 // and index_survey makes their order and the hash table of stats.cells.bricks bricks. Else coords.bad_row is a row, or rows
@@ -231,7 +249,9 @@ struct ExpandStats {  // device memory, zero before the first piece
 };
 struct ExpandArgs {
   const int* coords;
-  int64_t n;  // (n, 4) rows of this piece
+  int64_t n;             // (n, 4) rows of this piece
+  const int64_t* count;  // of expand_cells: of all rows, of which this piece's first one is row `begin`
+  int64_t begin;
   int size[3], stride[3], dilation[3], padding[3];
   bool to_children;
   CoordBox box;  // around all packable sites
@@ -262,10 +282,13 @@ struct PlanStats {  // device memory; on overflow of a capacity the counts still
   int64_t passes;   // passes used
   int64_t pairs;    // (offset, output row) pairs with a neighbour
 };
+// With an out_count, tiles without rows and those that find no room are empty, and all of them share
+// empty_passes(kernel_volume) passes without unique rows, for which `passes` and `frag` have room behind pass_capacity.
 struct PlanArgs {
   const int* out_coords;
   const int* out_order;
   int64_t n_out;  // row of each rank of the outputs
+  const int64_t* out_count;
   const Brick* bricks;
   int64_t capacity;
   const int* in_order;
@@ -282,6 +305,7 @@ struct PlanArgs {
   PlanStats* stats;
   int sm_count;  // of the device: the windows of the schedule fit it
 };
+constexpr int empty_passes(int kernel_volume) { return (kernel_volume + kPassOffsets - 1) / kPassOffsets; }
 // Capacities that always suffice; a plan rarely comes near them.
 void plan_bounds(const PlanArgs&, int64_t* passes, int64_t* uniq4);
 cudaError_t build_plan(const PlanArgs&, cudaStream_t);

@@ -176,6 +176,16 @@ struct CoordStats {
   int min[4], max[4];
 };
 
+// Where the number of rows is known to the device only (`count`, null elsewhere), the number on the host is a capacity:
+// what is allocated and launched for. Less than 0 rows and more than the capacity count as none and as the capacity.
+
+// What order_coords found out about a number of rows that the device knows.
+struct SizedStats {
+  int64_t count;              // as given
+  int64_t bad_row;            // smallest row outside the box's bounds, -1: none
+  int64_t duplicate, unused;  // as in CoordStats, of rows within the bounds
+};
+
 // Order of the rows along a Morton curve, rows of one place in the caller's order.
 struct OrderArgs {
   const int* coords;  // (n, 4) b,x,y,z contiguous, 16-byte aligned
@@ -184,13 +194,22 @@ struct OrderArgs {
   CoordStats* stats;  // null: rows are known to be valid
   int* order;         // [n] row of each rank
   void* workspace;    // order_workspace(n) bytes, 256-byte aligned
+  // With a `count`, `stats` is null and the box is around these bounds, against which rows are checked; bad ones come
+  // last. The order is that of the box around the others, whose bounds, smallest and largest, are written to `bounds`.
+  // Without `sized`, rows are known to be valid, and `bounds` are given.
+  const int64_t* count;
+  int low[4], high[4];
+  SizedStats* sized;
+  int* bounds;  // [8]
 };
 size_t order_workspace(int64_t n);
 cudaError_t order_coords(const OrderArgs&, cudaStream_t);
 
 // Hash table of the bricks of an ordered set. `bricks` -1: not known.
 int64_t brick_capacity(int64_t n, int64_t bricks);
-cudaError_t build_bricks(const int* coords, const int* order, int64_t n, Brick* table, int64_t capacity, cudaStream_t);
+// Rows that are not packable are left out.
+cudaError_t build_bricks(const int* coords, const int* order, int64_t n, const int64_t* count, Brick* table,
+                         int64_t capacity, cudaStream_t);
 
 // A set as two bitmaps over the cells of a box, for boxes of up to 2^27 cells: sorted rows and their index without a
 // sort. The box is a cell_box(); the bitmaps and what is counted lie in a workspace of cell_workspace(box) bytes, 256-byte
@@ -204,10 +223,13 @@ CoordBox cell_box(CoordBox box);             // not less than a brick
 size_t cell_workspace(const CoordBox& box);  // 0: too many cells
 CellStats* cell_stats(const CoordBox& box, void* workspace);
 cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t);
-cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t);
+// Where the device knows the `bounds`, smallest and largest coordinates, `box` is one that theirs is not larger than.
+cudaError_t count_cells(const CoordBox& box, const int* bounds, void* workspace, cudaStream_t);
 // (count, 4) coordinates sorted by (batch, x, y, z), row of each rank in Morton order, and the hash table of bricks.
-cudaError_t index_cells(const CoordBox& box, void* workspace, int64_t count, int* coords, int* order, Brick* table,
-                        int64_t capacity, cudaStream_t);
+// `bounds` not null: the host does not know how many cells there are, and `count` is the room for them. found->count tells
+// how many there were, *made how many are there: all, or none where there is not room for all.
+cudaError_t index_cells(const CoordBox& box, const int* bounds, void* workspace, int64_t count, int* coords, int* order,
+                        Brick* table, int64_t capacity, CellStats* found, int64_t* made, cudaStream_t);
 
 // Checks rows and marks them in a bitmap in Morton order. Where survey_holds(stats, n), all are packable and distinct,
 // and index_survey makes their order and the hash table of stats.cells.bricks bricks. Else coords.bad_row is a row, or rows
@@ -235,9 +257,16 @@ struct ExpandArgs {
   int size[3], stride[3], dilation[3], padding[3];
   bool to_children;
   CoordBox box;  // around all packable sites
+  // Number of all rows, of which this piece's first one is row `begin`; bounds of the rows, smallest and largest, and
+  // those of the sites, to be written.
+  const int64_t* count;
+  int64_t begin;
+  const int* row_bounds;
+  int* bounds;
   void* table;
   int64_t capacity;  // hash table of keys, all bytes 0xff before the first piece
-  void* keys;        // room for expand_bound(args) more than `count`
+  void* keys;        // room for expand_bound(args) more than stats->count, or with a `count`, for `room` in all
+  int64_t room;      // where there are more keys, stats->count is some number above
   ExpandStats* stats;
 };
 size_t key_bytes(const CoordBox& box);         // of one key: 4 or 8
@@ -249,10 +278,12 @@ cudaError_t expand_cells(const ExpandArgs&, void* workspace, cudaStream_t);
 // Puts `count` distinct keys into an empty, larger table.
 cudaError_t rehash_keys(const CoordBox& box, const void* keys, int64_t count, void* table, int64_t capacity,
                         cudaStream_t);
-// Second step: (count, 4) coordinates sorted by (batch, x, y, z).
+// Second step: (count, 4) coordinates sorted by (batch, x, y, z). Where the device alone knows how many keys there are,
+// count_keys tells as index_cells does, `count` is the room for them, and keys behind them are all bytes 0xff.
+cudaError_t count_keys(const ExpandStats* stats, int64_t room, CellStats* found, int64_t* made, cudaStream_t);
 size_t unpack_workspace(const CoordBox& box, int64_t count);
-cudaError_t unpack_keys(const CoordBox& box, const void* keys, int64_t count, int* coords, void* workspace,
-                        cudaStream_t);
+cudaError_t unpack_keys(const CoordBox& box, const void* keys, int64_t count, const int64_t* made, int* coords,
+                        void* workspace, cudaStream_t);
 
 // Builds a tile plan: the neighbour of output row i under offset k is the input row at
 //   q = out_coord * mul + start + index_of_k * step, required divisible by div in every axis, q / div (batch unchanged),
@@ -262,10 +293,13 @@ struct PlanStats {  // device memory; on overflow of a capacity the counts still
   int64_t passes;   // passes used
   int64_t pairs;    // (offset, output row) pairs with a neighbour
 };
+// With an out_count, tiles without rows and those that find no room are empty, and all of them share
+// empty_passes(kernel_volume) passes without unique rows, for which `passes` and `frag` have room behind pass_capacity.
 struct PlanArgs {
   const int* out_coords;
   const int* out_order;
   int64_t n_out;  // row of each rank of the outputs
+  const int64_t* out_count;
   const Brick* bricks;
   int64_t capacity;
   const int* in_order;
@@ -282,6 +316,7 @@ struct PlanArgs {
   PlanStats* stats;
   int sm_count;  // of the device: the windows of the schedule fit it
 };
+constexpr int empty_passes(int kernel_volume) { return (kernel_volume + kPassOffsets - 1) / kPassOffsets; }
 // Capacities that always suffice; a plan rarely comes near them.
 void plan_bounds(const PlanArgs&, int64_t* passes, int64_t* uniq4);
 cudaError_t build_plan(const PlanArgs&, cudaStream_t);

@@ -69,14 +69,29 @@ __host__ __device__ __forceinline__ CoordBox make_box(const int* min, const int*
   for (int a = 0; a < 4; ++a) {
     box.low[a] = min[a] > max[a] ? 0 : a > 0 ? min[a] & ~1 : min[a];
     const uint32_t extent = min[a] > max[a] ? 0 : uint32_t(max[a]) - uint32_t(box.low[a]);
+#ifdef __CUDA_ARCH__
+    box.bits[a] = 32 - __clz(extent);  // 32 does not come from packable rows
+#else
     box.bits[a] = 0;
-    while (extent >> box.bits[a] != 0) ++box.bits[a];  // an extent of 2^31 and more does not come from packable rows
+    while (extent >> box.bits[a] != 0) ++box.bits[a];
+#endif
   }
   return box;
 }
 
 __host__ __device__ __forceinline__ int total_bits(const CoordBox& box) {
   return box.bits[0] + box.bits[1] + box.bits[2] + box.bits[3];
+}
+
+// Not less than a brick.
+__host__ __device__ __forceinline__ CoordBox whole_bricks(CoordBox box) {
+  for (int a = 1; a < 4; ++a) box.bits[a] = box.bits[a] > 1 ? box.bits[a] : 1;
+  return box;
+}
+
+// The box of whole bricks around the bounds, smallest and largest, that the device knows, or where it does not, `box`.
+__device__ __forceinline__ CoordBox box_of(const int* bounds, const CoordBox& box) {
+  return bounds == nullptr ? box : whole_bricks(make_box(bounds, bounds + 4));
 }
 
 // Morton code of a row inside the box, batch above.

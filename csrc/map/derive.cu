@@ -158,11 +158,50 @@ __global__ void __launch_bounds__(kThreads)
   if (outside) stats->outside = 1;
 }
 
+// Bounds [8] of the packable sites that rows within bounds lead to, none where there are no rows: reach() of
+// voxmma/sparse/derive.py.
+__device__ __forceinline__ void reach(const int* from, const Rule& rule, int* to) {
+  to[0] = from[0];
+  to[4] = from[4];
+#pragma unroll
+  for (int a = 0; a < 3; ++a) {
+    const Axis& axis = rule.axis[a];
+    const int64_t first = from[1 + a], last = from[5 + a], span = int64_t{axis.size - 1} * axis.dilation;
+    const auto divide = [&](int64_t v) { return (v - (v % axis.stride + axis.stride) % axis.stride) / axis.stride; };
+    int64_t low, high;
+    if (rule.to_children) {
+      low = first * axis.stride - axis.padding;
+      high = last * axis.stride - axis.padding + span;
+    } else {
+      low = -divide(span - axis.padding - first);
+      high = divide(last + axis.padding);
+    }
+    low = min(max(low, int64_t{-kCoordBias}), int64_t{kCoordBias - 1});
+    high = max(min(high, int64_t{kCoordBias - 1}), low);
+    to[1 + a] = static_cast<int>(from[0] > from[4] ? INT_MAX : low);
+    to[5 + a] = static_cast<int>(from[0] > from[4] ? INT_MIN : high);
+  }
+}
+
 // Sets the candidates' bits. The rows lie in the bounds that the box is around; what is not in it is called outside,
 // which keeps a wrong bound from writing elsewhere.
 __global__ void __launch_bounds__(kThreads)
-    mark_candidates(const int4* coords, const Rows rows, const __grid_constant__ Rule rule, const Cells cells) {
-  const CoordBox& box = rule.box;
+    mark_candidates(const int4* coords, const Rows rows, const __grid_constant__ Rule rule, const int* row_bounds,
+                    int* bounds, const Cells cells) {
+  CoordBox box = rule.box;
+  if (row_bounds != nullptr) {
+    int to[8];
+    reach(row_bounds, rule, to);
+    box = whole_bricks(make_box(to, to + 4));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (blockIdx.x == 0 && threadIdx.x == 0) bounds[i] = to[i];
+    }
+    if (total_bits(box) > total_bits(rule.box)) {
+      cells.stats->outside = 1;
+      return;
+    }
+  }
   bool outside = false;
   const int64_t candidates = rows.number() * rule.axis[0].slots * rule.axis[1].slots * rule.axis[2].slots;
   const int64_t step = int64_t(gridDim.x) * kThreads;
@@ -275,11 +314,12 @@ int64_t expand_capacity(int64_t keys) { return std::max<int64_t>(keys + keys / 2
 
 cudaError_t expand_cells(const ExpandArgs& args, void* workspace, cudaStream_t stream) {
   if (!valid(args) || bits_of(args.box) > kMaxCellBits) return cudaErrorInvalidValue;
-  if (args.n == 0) return cudaSuccess;
+  if (args.n == 0 && args.count == nullptr) return cudaSuccess;
   const auto* coords = reinterpret_cast<const int4*>(args.coords);
   const Cells cells(workspace, args.box);
   const Rows rows{args.n, args.count, args.begin};
-  mark_candidates<<<blocks_for(expand_bound(args)), kThreads, 0, stream>>>(coords, rows, make_rule(args), cells);
+  mark_candidates<<<blocks_for(expand_bound(args)), kThreads, 0, stream>>>(coords, rows, make_rule(args),
+                                                                            args.row_bounds, args.bounds, cells);
   return cudaGetLastError();
 }
 

@@ -57,19 +57,21 @@ def build_plan(
 
 def index_sized(
     coords: Tensor, count: Tensor, bounds: Sequence[int], status: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`index_coords` of the first `count` of (capacity, 4) int32 rows: order (capacity,), bricks.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`index_coords` of the first `count` of (capacity, 4) int32 rows: order (capacity,), bricks, inner (8,).
 
-    Never reads back, like all `*_sized` functions; each takes counts between 0 and capacity. count: (1,) int64
-    on the device. bounds: smallest and largest (batch, x, y, z) that rows may have. status, (4,) int64 on the
-    device, becomes [count as given, smallest row out of bounds or -1, duplicate row << 32 | its earliest twin
-    or -1, unused]. Such rows have a rank, too: order[:count] is always a permutation of the rows, what is behind it
-    means nothing.
+    Never reads back, like all `*_sized` functions, which take any count from 0 to capacity. count: (1,) int64
+    on the device. bounds: smallest and largest (batch, x, y, z) that rows may have. inner, int32: those that
+    they have; the Morton order is that of the box around them, so that it is the order of a set whose host
+    knows it. status, (4,) int64 on the device, becomes [count as given, smallest row out of bounds or -1,
+    duplicate row << 32 | its earliest twin or -1, unused]. Such rows have a rank, too: order[:count] is a
+    permutation of the rows in any case. What is behind it means nothing.
     """
 
 def derive_sized(
     coords: Tensor,
     count: Tensor,
+    inner: Tensor,
     size: Sequence[int],
     stride: Sequence[int],
     dilation: Sequence[int],
@@ -78,12 +80,13 @@ def derive_sized(
     bounds: Sequence[int],
     capacity: int,
     status: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`derive_coords` of the first `count` rows: coordinates (capacity, 4), count (1,), order, bricks.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`derive_coords` of the first `count` rows: coordinates (capacity, 4), count (1,), inner, order, bricks.
 
-    bounds: of the sites (voxmma.sparse.derive.reach), at most 2^27 cells with every axis rounded up to a power
-    of two, else ValueError. status becomes [sites, not 0 if one was outside bounds or the packable range,
-    bricks, unused]. Where there are more sites than capacity, count is 0.
+    inner: of the rows; returned, of the sites (voxmma.sparse.derive.reach). bounds: what that may be, at most
+    2^27 cells with the extent of every axis rounded up to a power of two, else ValueError. status becomes
+    [sites, not 0 if one was outside bounds or the packable range, bricks, unused]. Where there are more sites
+    than capacity, count is 0.
     """
 
 def plan_room(

@@ -194,10 +194,12 @@ struct OrderArgs {
   CoordStats* stats;  // null: rows are known to be valid
   int* order;         // [n] row of each rank
   void* workspace;    // order_workspace(n) bytes, 256-byte aligned
-  // With a `count`, `stats` is null, and rows are checked against these bounds. Bad ones come last.
+  // With a `count`, `stats` is null and the box is around these bounds, against which rows are checked; bad ones come
+  // last. The order is that of the box around the others, whose bounds, smallest and largest, are written to `bounds`.
   const int64_t* count;
   int low[4], high[4];
   SizedStats* sized;
+  int* bounds;  // [8]
 };
 size_t order_workspace(int64_t n);
 cudaError_t order_coords(const OrderArgs&, cudaStream_t);
@@ -220,12 +222,13 @@ CoordBox cell_box(CoordBox box);             // not less than a brick
 size_t cell_workspace(const CoordBox& box);  // 0: too many cells
 CellStats* cell_stats(const CoordBox& box, void* workspace);
 cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t);
-cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t);
+// Where the device knows the `bounds`, smallest and largest coordinates, `box` is one that theirs is not larger than.
+cudaError_t count_cells(const CoordBox& box, const int* bounds, void* workspace, cudaStream_t);
 // (count, 4) coordinates sorted by (batch, x, y, z), row of each rank in Morton order, and the hash table of bricks.
-// `found` not null: the host does not know how many cells there are, and `count` is the room for them. found->count tells
+// `bounds` not null: the host does not know how many cells there are, and `count` is the room for them. found->count tells
 // how many there were, *made how many are there: all, or none where there is not room for all.
-cudaError_t index_cells(const CoordBox& box, void* workspace, int64_t count, int* coords, int* order, Brick* table,
-                        int64_t capacity, CellStats* found, int64_t* made, cudaStream_t);
+cudaError_t index_cells(const CoordBox& box, const int* bounds, void* workspace, int64_t count, int* coords, int* order,
+                        Brick* table, int64_t capacity, CellStats* found, int64_t* made, cudaStream_t);
 
 // Checks rows and marks them in a bitmap in Morton order. Where survey_holds(stats, n), all are packable and distinct,
 // and index_survey makes their order and the hash table of stats.cells.bricks bricks. Else coords.bad_row is a row, or rows
@@ -249,12 +252,16 @@ struct ExpandStats {  // device memory, zero before the first piece
 };
 struct ExpandArgs {
   const int* coords;
-  int64_t n;             // (n, 4) rows of this piece
-  const int64_t* count;  // of expand_cells: of all rows, of which this piece's first one is row `begin`
-  int64_t begin;
+  int64_t n;  // (n, 4) rows of this piece
   int size[3], stride[3], dilation[3], padding[3];
   bool to_children;
   CoordBox box;  // around all packable sites
+  // Of expand_cells: number of all rows, of which this piece's first one is row `begin`; bounds of the rows, smallest and
+  // largest, and those of the sites, to be written.
+  const int64_t* count;
+  int64_t begin;
+  const int* row_bounds;
+  int* bounds;
   void* table;
   int64_t capacity;  // hash table of keys, all bytes 0xff before the first piece
   void* keys;        // room for expand_bound(args) more than `count`

@@ -130,23 +130,32 @@ const int64_t* sized_count(const char* name, const Tensor& count, const Tensor& 
   return data<int64_t>(count);
 }
 
-std::tuple<Tensor, Tensor> index_sized_cuda(const Tensor& coords, const Tensor& count, const Ints& bounds,
-                                            const Tensor& status) {
+// The bounds of a set that the device knows, smallest and largest.
+const int* inner_bounds(const Tensor& inner, const Tensor& like) {
+  check_ints("inner", inner, at::kInt, 0, like);
+  TORCH_CHECK_VALUE(inner.size(0) == 8, "inner must hold 8 integers, got ", inner.size(0));
+  return data<int>(inner);
+}
+
+std::tuple<Tensor, Tensor, Tensor> index_sized_cuda(const Tensor& coords, const Tensor& count, const Ints& bounds,
+                                                    const Tensor& status) {
   check_ints("coords", coords, at::kInt, 4, coords);
   OrderArgs args{};
   args.count = sized_count("count", count, coords);
   static_assert(sizeof(SizedStats) == 4 * sizeof(int64_t) && sizeof(CellStats) <= sizeof(SizedStats) &&
                 sizeof(PlanStats) <= sizeof(SizedStats));
   args.sized = reinterpret_cast<SizedStats*>(sized_status(status, coords));
-  const CoordBox box = box_within(bounds);
+  const CoordBox box = cell_box(box_within(bounds));
   for (int a = 0; a < 4; ++a) {
     args.low[a] = static_cast<int>(bounds[a]);
     args.high[a] = static_cast<int>(bounds[4 + a]);
   }
   const NormalTensors normal;
   const Launch on(coords.device());
+  const Tensor inner = on.empty({8}, at::kInt);
+  args.bounds = data<int>(inner);
   const Tensor order = morton_order(on, coords, box, args);
-  return {order, brick_table(on, coords, order, -1, args.count)};
+  return {order, brick_table(on, coords, order, -1, args.count), inner};
 }
 
 ExpandArgs expand_args(const Ints& size, const Ints& stride, const Ints& dilation, const Ints& padding,
@@ -165,12 +174,13 @@ ExpandArgs expand_args(const Ints& size, const Ints& stride, const Ints& dilatio
 void mark_cells(const Launch& on, ExpandArgs args, const Tensor& coords, int64_t rows, void* cells) {
   check_cuda(clear_cells(args.box, cells, on.stream), "clear_cells", on.device);
   const int64_t n = coords.size(0);
-  for (; args.begin < n; args.begin += rows) {
+  do {
     args.coords = data<int>(coords) + 4 * args.begin;
     args.n = std::min(rows, n - args.begin);
     check_cuda(expand_cells(args, cells, on.stream), "expand_cells", on.device);
-  }
-  check_cuda(count_cells(args.box, cells, on.stream), "count_cells", on.device);
+    args.begin += rows;
+  } while (args.begin < n);
+  check_cuda(count_cells(args.box, args.bounds, cells, on.stream), "count_cells", on.device);
 }
 
 int64_t rows_at_a_time(ExpandArgs args, int64_t candidates) {
@@ -207,7 +217,7 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
     const int64_t order_at = parts.add(found.count), table_at = parts.add(4 * capacity);
     const Tensor made = on.empty({found.count, 4}, at::kInt), index = on.empty({parts.total}, at::kInt);
     const Tensor order = part_of(index, order_at, {found.count}), table = part_of(index, table_at, {capacity, 4});
-    check_cuda(index_cells(args.box, cells, found.count, data<int>(made), data<int>(order), data<Brick>(table),
+    check_cuda(index_cells(args.box, nullptr, cells, found.count, data<int>(made), data<int>(order), data<Brick>(table),
                            capacity, nullptr, nullptr, on.stream),
                "index_cells", on.device);
     return {made, order, table, found.count, false};
@@ -254,13 +264,14 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
   return {made, order, brick_table(on, made, order, -1), found.count, false};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> derive_sized_cuda(const Tensor& coords, const Tensor& count,
-                                                             const Ints& size, const Ints& stride, const Ints& dilation,
-                                                             const Ints& padding, bool to_children, const Ints& bounds,
-                                                             int64_t capacity, const Tensor& status) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> derive_sized_cuda(
+    const Tensor& coords, const Tensor& count, const Tensor& inner, const Ints& size, const Ints& stride,
+    const Ints& dilation, const Ints& padding, bool to_children, const Ints& bounds, int64_t capacity,
+    const Tensor& status) {
   check_ints("coords", coords, at::kInt, 4, coords);
   ExpandArgs args = expand_args(size, stride, dilation, padding, to_children, bounds);
   args.count = sized_count("count", count, coords);
+  args.row_bounds = inner_bounds(inner, coords);
   args.box = cell_box(args.box);
   auto* const found = reinterpret_cast<CellStats*>(sized_status(status, coords));
   TORCH_CHECK_VALUE(capacity >= 0 && capacity <= INT_MAX, "capacity must be in 0..", INT_MAX, ", got ", capacity);
@@ -269,19 +280,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> derive_sized_cuda(const Tensor& coord
                     " cells with every axis rounded up to a power of two, at most 2^27 are possible");
   const NormalTensors normal;
   const Launch on(coords.device());
-  const Tensor scratch = on.scratch(bytes);
+  const Tensor scratch = on.scratch(bytes), made = on.empty({1}, at::kLong), outer = on.empty({8}, at::kInt);
+  args.bounds = data<int>(outer);
   constexpr int64_t kPiece = 1 << 30;  // candidates of a launch
   mark_cells(on, args, coords, rows_at_a_time(args, kPiece), scratch.data_ptr());
   const int64_t slots = brick_capacity(capacity, -1);
   Parts parts;
-  const int64_t made_at = parts.add(2), order_at = parts.add(capacity), table_at = parts.add(4 * slots);
+  const int64_t order_at = parts.add(capacity), table_at = parts.add(4 * slots);
   const Tensor derived = on.empty({capacity, 4}, at::kInt), index = on.empty({parts.total}, at::kInt);
-  const Tensor made = part_of(index, made_at, {1}, at::kLong);
   const Tensor order = part_of(index, order_at, {capacity}), table = part_of(index, table_at, {slots, 4});
-  check_cuda(index_cells(args.box, scratch.data_ptr(), capacity, data<int>(derived), data<int>(order),
+  check_cuda(index_cells(args.box, args.bounds, scratch.data_ptr(), capacity, data<int>(derived), data<int>(order),
                          data<Brick>(table), slots, found, data<int64_t>(made), on.stream),
              "index_cells", on.device);
-  return {derived, made, order, table};
+  return {derived, made, outer, order, table};
 }
 
 void copy_rule(const Ints& size, const Ints& start, const Ints& step, const Ints& mul, const Ints& div,
@@ -485,8 +496,8 @@ void bind_coords(py::module_& m) {
   m.def("index_sized", torch::wrap_pybind_function_no_gil(index_sized_cuda), py::arg("coords"), py::arg("count"),
         py::arg("bounds"), py::arg("status"));
   m.def("derive_sized", torch::wrap_pybind_function_no_gil(derive_sized_cuda), py::arg("coords"), py::arg("count"),
-        py::arg("size"), py::arg("stride"), py::arg("dilation"), py::arg("padding"), py::arg("to_children"),
-        py::arg("bounds"), py::arg("capacity"), py::arg("status"));
+        py::arg("inner"), py::arg("size"), py::arg("stride"), py::arg("dilation"), py::arg("padding"),
+        py::arg("to_children"), py::arg("bounds"), py::arg("capacity"), py::arg("status"));
   m.def("plan_room", torch::wrap_pybind_function_no_gil(plan_room_cuda), py::arg("n_out"), py::arg("n_in"),
         py::arg("size"), py::arg("start"), py::arg("step"), py::arg("mul"), py::arg("div"));
   m.def("plan_sized", torch::wrap_pybind_function_no_gil(plan_sized_cuda), py::arg("out_coords"), py::arg("out_count"),

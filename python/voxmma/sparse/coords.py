@@ -244,15 +244,7 @@ class CoordSet:
         bad = first_unpackable(self._coords)
         if bad >= 0:
             return bad, -1, -1, -1
-        keys, order = self.sorted_keys()
-        repeated = torch.nonzero(keys[1:] == keys[:-1]).flatten() + 1
-        duplicate = twin = -1
-        if repeated.numel():
-            place = repeated[torch.argmin(order[repeated])]
-            duplicate = int(order[place])
-            twin = int(
-                order[torch.searchsorted(keys, keys[place])]
-            )  # stable sort: the first of the run is the winner
+        duplicate, twin = first_duplicate(*self.sorted_keys())
         low, high = torch.aminmax(self._coords, dim=0)
         bounds = (*low.tolist(), *high.tolist())
         self._index.bounds = bounds
@@ -542,6 +534,16 @@ def find_keys(keys: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> t
         return torch.full_like(keys, -1)
     place = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
     return torch.where(ordered[place] == keys, row[place], -1)
+
+
+def first_duplicate(keys: torch.Tensor, order: torch.Tensor) -> tuple[int, int]:
+    """The smallest row that repeats an earlier one, and the earliest such, of ascending keys and the row of
+    each, rows of a key ascending; -1, -1 where there is none."""
+    repeated = torch.nonzero(keys[1:] == keys[:-1]).flatten() + 1
+    if not repeated.numel():
+        return -1, -1
+    place = repeated[torch.argmin(order[repeated])]
+    return int(order[place]), int(order[torch.searchsorted(keys, keys[place])])
 
 
 def check_columns(coords: torch.Tensor) -> None:

@@ -42,6 +42,16 @@ def _is_voxels(value: Any) -> bool:
     return isinstance(value, Voxels)
 
 
+def _is_sparse(value: Any) -> bool:
+    """Voxels, or a pair of tensors with coordinates first."""
+    if _is_voxels(value):
+        return True
+    if type(value) is not tuple or len(value) != 2:
+        return False
+    first = value[0]
+    return not isinstance(first, Voxels | tuple | list | dict) and getattr(first, "ndim", 0) == 2
+
+
 # ---- what a frame needs ------------------------------------------------------------------------------------
 
 
@@ -170,6 +180,7 @@ class Engine:
         self.device = device
         self.grow = grow
         self._needs = list(needs)
+        self._flags = torchflags.snapshot()
         self._lock = threading.RLock()
         self._last: Any = None
         self.frames = 0
@@ -234,9 +245,12 @@ class Engine:
                     buffers.append(torch.zeros(given.shape, dtype=given.dtype, device=self.device))
             made = _Instance(capacities, rooms, buffers, {})
             if self.device.type == "cuda":
-                self._capture(made)
+                with torchflags.preserved():  # of whenever it grows
+                    torchflags.restore(self._flags)
+                    self._capture(made)
         return made
 
+    @torchflags.undisturbed()
     def _run(self, made: _Instance) -> None:
         made.env = self._program.run(made.inputs, made.capacities, made.rooms)
         reports = [self._program.value(made.env, report.status) for report in self._program.reports]
@@ -338,22 +352,19 @@ class Engine:
 
     def _flat(self, inputs: tuple[Any, ...]) -> list[Any]:
         """The inputs flat, pairs for Voxels not taken apart."""
-        pairs = {id(given) for given in self._inputs if given.sparse}
-        if len(inputs) == 1 and len(self._inputs) == 1:
-            return [inputs[0]]
-
-        def leaf(value: Any) -> bool:
-            pair = isinstance(value, tuple) and len(value) == 2 and all(isinstance(v, Tensor) for v in value)
-            return _is_voxels(value) or (bool(pairs) and pair and value is not inputs)
-
-        leaves, spec = pytree.tree_flatten(inputs, is_leaf=leaf)
-        if len(leaves) != len(self._inputs) or spec != self._spec:
-            raise TypeError(f"expected inputs built as {self._spec}, got {spec}")
-        return list(leaves)
+        for is_leaf in (_is_sparse, _is_voxels):  # a pair may be two tensors, too
+            leaves, spec = pytree.tree_flatten(list(inputs), is_leaf=is_leaf)
+            if spec == self._spec:
+                return list(leaves)
+        given = ["Voxels" if one.sparse else "tensor" for one in self._inputs]
+        wanted = pytree.tree_unflatten(given, self._spec)
+        got = pytree.tree_map(
+            lambda value: "Voxels" if _is_sparse(value) else "tensor", list(inputs), is_leaf=_is_sparse
+        )
+        raise TypeError(f"expected inputs built as {wanted}, got {got}".replace("'", ""))
 
     def _frame(self, frame: list[Any]) -> Result:
         """Enqueues a frame. Under the lock."""
-        self._grow({})  # nothing: keeps the instance
         wanted = {}
         for given, leaf in zip(self._inputs, frame, strict=True):
             if given.sparse and len(leaf[0]) > self._instance.capacities[self._root(given)]:
@@ -371,7 +382,7 @@ class Engine:
             if made.graph is not None:
                 made.graph.replay()
             else:
-                with torchflags.pinned("ieee"), torchflags.undisturbed():
+                with torchflags.pinned("ieee"):
                     self._run(made)
             result = self._result(made, frame)
             if self.device.type == "cuda":
@@ -398,8 +409,7 @@ class Engine:
         program = self._program
 
         def copied(place: Any) -> Tensor:
-            tensor = program.value(made.env, place)
-            return tensor.clone() if made.graph is not None else tensor
+            return program.value(made.env, place).clone()  # the next frame writes into what it may be
 
         outputs: list[Any] = []
         seen: dict[Any, Tensor] = {}
@@ -744,19 +754,19 @@ def compile(
     return engine
 
 
-def _as_inputs(example: Any) -> tuple[Any, ...]:
-    return example if isinstance(example, tuple) else (example,)
+def _as_inputs(example: Any) -> list[Any]:
+    return list(example) if isinstance(example, tuple) else [example]
 
 
 def _fresh(leaf: Any) -> Any:
-    """Voxels on a set of their own that nothing was made from yet."""
+    """A copy: of Voxels on a set of their own that nothing was made from yet."""
     if not isinstance(leaf, Voxels):
-        return leaf
+        return leaf.detach().clone()
     if leaf.coord_set.finer is not None:
         raise ValueError("the input was made by a strided layer: compile from what it was made from")
     copied = CoordSet.trusted(leaf.coords, leaf.batch_size)
     copied._index = replace(leaf.coord_set._index, segments=None)
-    return Voxels._make(copied, leaf.feats, leaf.stride)
+    return Voxels._make(copied, leaf.feats.detach().clone(), leaf.stride)
 
 
 def _box(coords: CoordSet) -> Bounds:

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from voxmma._types import Triple
@@ -443,11 +448,10 @@ class Recorder(TorchDispatchMode):
     def _write(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         schema = func._schema
         given = (self._placed(list(args)), {name: self._placed(value) for name, value in kwargs.items()})
-        if schema.is_mutable:
-            for argument, value in zip(schema.arguments, given[0], strict=False):
-                alias = argument.alias_info
-                if alias is not None and alias.is_write and _each(value, Const):
-                    raise rules.refuse(func, "it writes into a tensor of the model (is it in training mode?)")
+        for argument, value in zip(schema.arguments, given[0], strict=False):
+            self._check_write(func, argument, value)
+        for argument in schema.arguments[len(given[0]) :]:
+            self._check_write(func, argument, given[1].get(argument.name))
         numbers: list[int | None] = []
         for leaf in _leaves(out):
             if leaf is None:
@@ -458,12 +462,25 @@ class Recorder(TorchDispatchMode):
                 numbers.append(self.give(leaf).number)
         self.steps.append(Step(func, *given, tuple(numbers)))
 
+    def _check_write(self, func: Any, argument: Any, value: Any) -> None:
+        alias = argument.alias_info
+        if alias is not None and alias.is_write and _each(value, Const):
+            raise rules.refuse(func, "it writes into a tensor of the model (is it in training mode?)")
+
     def _placed(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self.place(value)
         if isinstance(value, list | tuple):
             return [self._placed(part) for part in value]
         return value
+
+    def __enter__(self) -> Recorder:
+        """Below the modes that are there, to see what they make of operators."""
+        above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
+        super().__enter__()
+        for mode in reversed(above):
+            _push_mode(mode)
+        return self
 
     def __exit__(self, *exception: Any) -> None:
         leave(self, lambda: super(Recorder, self).__exit__(*exception))
@@ -497,10 +514,16 @@ def join(first: Recorder, second: Recorder) -> tuple[list[Step], list[Tensor]]:
     if [level.path for level in first.levels] != [level.path for level in second.levels]:
         raise EngineError("the network makes other coordinates for another frame")
     for a, b in zip(first.steps, second.steps, strict=False):
-        if a.func is not b.func or a.out != b.out:
+        alike = len(a.args) == len(b.args) and a.kwargs.keys() == b.kwargs.keys()
+        if a.func is not b.func or a.out != b.out or not alike:
             raise rules.refuse(a.func, "another frame takes another way through the network here")
-        a.args = _joined(a.func, a.args, b.args, first, second)
-        a.kwargs = _joined(a.func, a.kwargs, b.kwargs, first, second)
+        a.args = [
+            _joined(a.func, place, x, y, first, second)
+            for place, (x, y) in enumerate(zip(a.args, b.args, strict=True))
+        ]
+        a.kwargs = {
+            name: _joined(a.func, name, x, b.kwargs[name], first, second) for name, x in a.kwargs.items()
+        }
     if len(first.steps) != len(second.steps):
         raise EngineError(
             "the network takes another way for another frame: its Python code looks at the rows"
@@ -508,15 +531,14 @@ def join(first: Recorder, second: Recorder) -> tuple[list[Step], list[Tensor]]:
     return first.steps, first.consts
 
 
-def _joined(func: Any, a: Any, b: Any, first: Recorder, second: Recorder) -> Any:
+def _joined(func: Any, name: str | int, a: Any, b: Any, first: Recorder, second: Recorder) -> Any:
+    """An argument, of which the runs have `a` and `b`."""
     if type(a) is not type(b):
         raise rules.refuse(func, "its arguments depend on the frame")
-    if isinstance(a, dict):
-        return {name: _joined(func, a[name], b[name], first, second) for name in a}
     if type(a) in (list, tuple):
         if len(a) != len(b):
             raise rules.refuse(func, "its arguments depend on the frame")
-        return type(a)(_joined(func, x, y, first, second) for x, y in zip(a, b, strict=True))
+        return [_joined(func, name, x, y, first, second) for x, y in zip(a, b, strict=True)]
     if isinstance(a, Const):
         x, y = first.consts[a.number], second.consts[b.number]
         alike = x is y or (x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y))
@@ -525,12 +547,12 @@ def _joined(func: Any, a: Any, b: Any, first: Recorder, second: Recorder) -> Any
                 func, "one of its operands depends on the frame and was not made by an operator"
             )
         return a
-    if type(a) is int and a != b:
+    if isinstance(a, Ref) and a != b:
+        raise rules.refuse(func, "another frame gives it other operands")
+    if type(a) is int and a != b and rules.takes_size(func, name):
         for number, (one, other) in enumerate(zip(first.levels, second.levels, strict=True)):
             if (a, b) == (one.marker, other.marker):
                 return Capacity(number)
-    if isinstance(a, Ref) and a != b:
-        raise rules.refuse(func, "another frame gives it other operands")
     if a != b:
         raise rules.refuse(func, f"its argument {a!r} depends on the number of rows")
     return a

@@ -36,7 +36,7 @@ _ALONG: dict[str, tuple[int, Any]] = {
     "_log_softmax": (1, None), "_softmax": (1, None), "all": (1, None), "amax": (1, ()), "amin": (1, ()),
     "any": (1, None), "argmax": (1, None), "argmin": (1, None), "argsort": (1, -1), "cat": (1, 0),
     "constant_pad_nd": (1, None), "count_nonzero": (1, None), "cummax": (1, None), "cumprod": (1, None),
-    "cumsum": (1, None), "flip": (1, ()), "gather": (1, None), "glu": (1, -1),
+    "cumsum": (1, None), "flip": (1, ()), "glu": (1, -1),
     "linalg_vector_norm": (2, None), "log_softmax": (1, None), "logsumexp": (1, ()), "max": (1, None),
     "mean": (1, None), "min": (1, None), "narrow": (1, None), "norm": (2, None), "prod": (1, None),
     "roll": (2, ()), "select": (1, None), "slice": (1, 0), "softmax": (1, None), "sort": (1, -1),
@@ -53,6 +53,11 @@ _OURS = _names(
     "conv conv_rescaled neighbor_counts pool_max pool_pick pool_put pool_sum segment_argmax "
     "segment_sum sized_counts sized_dense sized_finite sized_index sized_map sized_rows sized_sites "
     "sized_tree"
+)
+#: Functions that may be given the number of rows, as a size.
+_SIZED = _VIEWS | _names(
+    "arange conv conv_rescaled empty full neighbor_counts new_empty new_full new_ones new_zeros ones "
+    "pool_max pool_put pool_sum sized_sites slice zeros"
 )
 #: Instead of a bare name, where a user would not know what to look for.
 _SAID = {
@@ -92,6 +97,15 @@ def check_host(func: Any, args: Sequence[Any]) -> None:
         )
         if name != "index" or masks:
             raise refuse(func, "the size of its result depends on values")
+
+
+def takes_size(func: Any, name: str | int) -> bool:
+    """Whether an argument, by its name or place, may be the number of rows: it is a size, and no value."""
+    if name_of(func) not in _SIZED:
+        return False
+    arguments = func._schema.arguments
+    kind = next(str(a.type) for i, a in enumerate(arguments) if name in (i, a.name))
+    return "Int" in kind or "int" in kind or name_of(func) == "arange"
 
 
 def check(
@@ -145,7 +159,7 @@ def check(
         if lost:
             raise refuse(func, "it sums over the rows")
         return
-    if name in ("index", "index_select", "embedding"):
+    if name in ("embedding", "gather", "index", "index_select"):
         return  # what is picked out of the rows: the index says which
     raise refuse(func, "it is not known to keep the rows apart")
 

@@ -149,6 +149,8 @@ class _Instance:
     graph: Any = None
     status: Tensor | None = None
     """(reports, 4) int64"""
+    pool: int = 0
+    """bytes that the graph works in"""
 
 
 class Engine:
@@ -211,9 +213,8 @@ class Engine:
 
     @property
     def memory(self) -> int:
-        """Bytes of weights and input buffers; what the steps pass on is not counted."""
-        held = [*self._program.consts, *self._instance.inputs]
-        return sum(t.untyped_storage().nbytes() for t in held)
+        """Bytes of buffers and, on a GPU, of what the graph works in; weights not counted."""
+        return sum(t.nbytes for t in self._instance.inputs) + self._instance.pool
 
     def levels(self) -> str:
         """The levels as a table: what makes each, its capacity, and what the examples needed."""
@@ -267,10 +268,11 @@ class Engine:
                 made.status = None
             torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.synchronize()
+            before = torch.cuda.memory_reserved()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._run(made)
-            made.graph = graph
+            made.graph, made.pool = graph, torch.cuda.memory_reserved() - before
 
     # ---- a frame
 

@@ -46,9 +46,8 @@ _ALONG: dict[str, tuple[int, Any]] = {
 }  # fmt: skip
 _REORDER = frozenset(["movedim", "permute", "t", "transpose", "numpy_T", "swapaxes"])
 _PRODUCTS = frozenset(["_addmm_activation", "addmm", "baddbmm", "bmm", "linear", "matmul", "mm", "mv"])
-_NORMS = frozenset(
-    ["_native_batch_norm_legit_no_training", "cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm"]
-)
+_NORMS = _names("cudnn_batch_norm miopen_batch_norm native_batch_norm")
+_FIXED_NORMS = _names("_batch_norm_no_update _native_batch_norm_legit_no_training")
 _OURS = _names(
     "conv conv_rescaled neighbor_counts pool_max pool_pick pool_put pool_sum segment_argmax "
     "segment_sum sized_counts sized_dense sized_finite sized_index sized_map sized_rows sized_sites "
@@ -129,9 +128,10 @@ def check(
     x = args[0] if args else None
     if torch.Tag.pointwise in func.tags or name in _POINTWISE:
         return
+    if name in _FIXED_NORMS:
+        return
     if name in _NORMS:
-        training = name != "_native_batch_norm_legit_no_training" and args[5]
-        if training:
+        if args[5]:
             raise refuse(func, "it takes statistics of the rows (a norm in training mode? call model.eval())")
         return
     if name == "native_layer_norm":

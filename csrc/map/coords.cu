@@ -71,7 +71,7 @@ struct Range {
 
   Range() = default;
   explicit Range(const OrderArgs& args) {
-    if (args.count == nullptr) return;
+    if (args.sized == nullptr) return;
     std::copy(args.low, args.low + 4, low);
     std::copy(args.high, args.high + 4, high);
   }
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
     uint32_t key = ~0u;
     if (row < number) {
       const int4 c = coords[row];
-      if (args.count == nullptr || range.has(c)) key = static_cast<uint32_t>(morton(box, c) >> (32 * word));
+      if (args.sized == nullptr || range.has(c)) key = static_cast<uint32_t>(morton(box, c) >> (32 * word));
     }
     key_out[i] = key;
     if (rows == nullptr) row_out[i] = row;
@@ -169,13 +169,13 @@ __global__ void __launch_bounds__(kThreads)
       new_brick = !same(brick_key(c), brick_key(before));
       // The second row of a run repeats the first, the earliest of its place; later ones are larger rows.
       if (!new_brick && brick_cell(c) == brick_cell(before) && range.has(c)) {
-        report_smallest(args.count != nullptr ? &args.sized->duplicate : &args.stats->duplicate,
+        report_smallest(args.sized != nullptr ? &args.sized->duplicate : &args.stats->duplicate,
                         int64_t{row} << 32 | int64_t{twin});
       }
     }
     bricks += new_brick;
   }
-  if (args.count != nullptr) return;
+  if (args.stats == nullptr) return;
   __shared__ int warp_bricks[kThreads / 32];
   bricks = __reduce_add_sync(0xffffffffu, bricks);
   if (threadIdx.x % 32 == 0) warp_bricks[threadIdx.x / 32] = bricks;
@@ -230,7 +230,7 @@ size_t order_workspace(int64_t n) {
 }
 
 cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
-  if (args.n < 0 || args.n > INT_MAX || (args.count != nullptr && args.stats != nullptr)) return cudaErrorInvalidValue;
+  if (args.n < 0 || args.n > INT_MAX || (args.sized != nullptr && args.stats != nullptr)) return cudaErrorInvalidValue;
   const int blocks = blocks_for(args.n), n = static_cast<int>(args.n);
   const Range range(args);
   Workspace w;
@@ -240,7 +240,7 @@ cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
     error = measure_coords(args.coords, args.n, args.stats, nullptr, nullptr, 0, stream);
     if (error != cudaSuccess) return error;
   }
-  if (args.count != nullptr) {
+  if (args.sized != nullptr) {
     init_sized<<<1, 1, 0, stream>>>(args.sized, args.bounds, args.count);
     if ((error = cudaGetLastError()) != cudaSuccess || n == 0) return error;
     measure<<<blocks, kThreads, 0, stream>>>(reinterpret_cast<const int4*>(args.coords), Rows{n, args.count}, range,
@@ -261,7 +261,7 @@ cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
                                             std::clamp(bits - word * kSortBits, 1, kSortBits), stream);
     if (error != cudaSuccess) return error;
   }
-  if (args.stats != nullptr || args.count != nullptr) check_order<<<blocks, kThreads, 0, stream>>>(args, range);
+  if (args.stats != nullptr || args.sized != nullptr) check_order<<<blocks, kThreads, 0, stream>>>(args, range);
   return cudaGetLastError();
 }
 

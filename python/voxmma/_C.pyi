@@ -83,10 +83,10 @@ def derive_sized(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`derive_coords` of the first `count` rows: coordinates (capacity, 4), count (1,), inner, order, bricks.
 
-    inner: of the rows; returned, of the sites (voxmma.sparse.derive.reach). bounds: what that may be, at most
-    2^27 cells with the extent of every axis rounded up to a power of two, else ValueError. status becomes
-    [sites, not 0 if one was outside bounds or the packable range, bricks, unused]. Where there are more sites
-    than capacity, count is 0.
+    inner: of the rows; returned, of the sites (voxmma.sparse.derive.reach). bounds: what that may be. status
+    becomes [sites, not 0 if one was outside bounds or the packable range, unused, unused]. Where there are
+    more sites than capacity, count is 0; the number of sites is then exact if bounds hold at most 2^27 cells,
+    with the extent of every axis rounded up to a power of two, else some number above the capacity.
     """
 
 def plan_room(

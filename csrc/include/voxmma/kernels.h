@@ -196,6 +196,7 @@ struct OrderArgs {
   void* workspace;    // order_workspace(n) bytes, 256-byte aligned
   // With a `count`, `stats` is null and the box is around these bounds, against which rows are checked; bad ones come
   // last. The order is that of the box around the others, whose bounds, smallest and largest, are written to `bounds`.
+  // Without `sized`, rows are known to be valid, and `bounds` are given.
   const int64_t* count;
   int low[4], high[4];
   SizedStats* sized;
@@ -256,15 +257,16 @@ struct ExpandArgs {
   int size[3], stride[3], dilation[3], padding[3];
   bool to_children;
   CoordBox box;  // around all packable sites
-  // Of expand_cells: number of all rows, of which this piece's first one is row `begin`; bounds of the rows, smallest and
-  // largest, and those of the sites, to be written.
+  // Number of all rows, of which this piece's first one is row `begin`; bounds of the rows, smallest and largest, and
+  // those of the sites, to be written.
   const int64_t* count;
   int64_t begin;
   const int* row_bounds;
   int* bounds;
   void* table;
   int64_t capacity;  // hash table of keys, all bytes 0xff before the first piece
-  void* keys;        // room for expand_bound(args) more than `count`
+  void* keys;    // room for expand_bound(args) more than stats->count, or with a `count`, for `room` in all
+  int64_t room;  // where there are more keys, stats->count is some number above
   ExpandStats* stats;
 };
 size_t key_bytes(const CoordBox& box);         // of one key: 4 or 8
@@ -276,10 +278,12 @@ cudaError_t expand_cells(const ExpandArgs&, void* workspace, cudaStream_t);
 // Puts `count` distinct keys into an empty, larger table.
 cudaError_t rehash_keys(const CoordBox& box, const void* keys, int64_t count, void* table, int64_t capacity,
                         cudaStream_t);
-// Second step: (count, 4) coordinates sorted by (batch, x, y, z).
+// Second step: (count, 4) coordinates sorted by (batch, x, y, z). Where the device alone knows how many keys there are,
+// count_keys tells as index_cells does, `count` is the room for them, and keys behind them are all bytes 0xff.
+cudaError_t count_keys(const ExpandStats* stats, int64_t room, CellStats* found, int64_t* made, cudaStream_t);
 size_t unpack_workspace(const CoordBox& box, int64_t count);
-cudaError_t unpack_keys(const CoordBox& box, const void* keys, int64_t count, int* coords, void* workspace,
-                        cudaStream_t);
+cudaError_t unpack_keys(const CoordBox& box, const void* keys, int64_t count, const int64_t* made, int* coords,
+                        void* workspace, cudaStream_t);
 
 // Builds a tile plan: the neighbour of output row i under offset k is the input row at
 //   q = out_coord * mul + start + index_of_k * step, required divisible by div in every axis, q / div (batch unchanged),

@@ -170,16 +170,24 @@ ExpandArgs expand_args(const Ints& size, const Ints& stride, const Ints& dilatio
   return args;
 }
 
-// Marks the sites that the rows lead to in cleared bitmaps and counts them, `rows` rows at a time.
-void mark_cells(const Launch& on, ExpandArgs args, const Tensor& coords, int64_t rows, void* cells) {
-  check_cuda(clear_cells(args.box, cells, on.stream), "clear_cells", on.device);
+// Calls launch(args) for `rows` rows at a time; once where there are none.
+template <class Launcher>
+void for_pieces(ExpandArgs args, const Tensor& coords, int64_t rows, const Launcher& launch) {
   const int64_t n = coords.size(0);
   do {
     args.coords = data<int>(coords) + 4 * args.begin;
     args.n = std::min(rows, n - args.begin);
-    check_cuda(expand_cells(args, cells, on.stream), "expand_cells", on.device);
+    launch(args);
     args.begin += rows;
   } while (args.begin < n);
+}
+
+// Marks the sites that the rows lead to in cleared bitmaps and counts them, `rows` rows at a time.
+void mark_cells(const Launch& on, const ExpandArgs& args, const Tensor& coords, int64_t rows, void* cells) {
+  check_cuda(clear_cells(args.box, cells, on.stream), "clear_cells", on.device);
+  for_pieces(args, coords, rows, [&](const ExpandArgs& piece) {
+    check_cuda(expand_cells(piece, cells, on.stream), "expand_cells", on.device);
+  });
   check_cuda(count_cells(args.box, args.bounds, cells, on.stream), "count_cells", on.device);
 }
 
@@ -258,7 +266,8 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
   }
   const Tensor made = on.empty({found.count, 4}, at::kInt),
                scratch = on.scratch(unpack_workspace(args.box, found.count));
-  check_cuda(unpack_keys(args.box, keys.data_ptr(), found.count, data<int>(made), scratch.data_ptr(), on.stream),
+  check_cuda(unpack_keys(args.box, keys.data_ptr(), found.count, nullptr, data<int>(made), scratch.data_ptr(),
+                         on.stream),
              "unpack_keys", on.device);
   const Tensor order = morton_order(on, made, args.box);
   return {made, order, brick_table(on, made, order, -1), found.count, false};
@@ -275,15 +284,43 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> derive_sized_cuda(
   args.box = cell_box(args.box);
   auto* const found = reinterpret_cast<CellStats*>(sized_status(status, coords));
   TORCH_CHECK_VALUE(capacity >= 0 && capacity <= INT_MAX, "capacity must be in 0..", INT_MAX, ", got ", capacity);
-  const size_t bytes = cell_workspace(args.box);
-  TORCH_CHECK_VALUE(bytes > 0, "bounds ", bounds, " hold 2^", bits_of(args.box),
-                    " cells with every axis rounded up to a power of two, at most 2^27 are possible");
   const NormalTensors normal;
   const Launch on(coords.device());
-  const Tensor scratch = on.scratch(bytes), made = on.empty({1}, at::kLong), outer = on.empty({8}, at::kInt);
+  const Tensor made = on.empty({1}, at::kLong), outer = on.empty({8}, at::kInt);
   args.bounds = data<int>(outer);
   constexpr int64_t kPiece = 1 << 30;  // candidates of a launch
-  mark_cells(on, args, coords, rows_at_a_time(args, kPiece), scratch.data_ptr());
+  const int64_t rows = rows_at_a_time(args, kPiece);
+  const size_t bytes = cell_workspace(args.box);
+  if (bytes == 0) {  // too many cells for a bitmap
+    const auto width = static_cast<int64_t>(key_bytes(args.box));
+    args.room = capacity;
+    args.capacity = expand_capacity(capacity);
+    const Tensor stats = empty_struct<ExpandStats>(on), table = on.scratch(args.capacity * width);
+    const Tensor keys = on.scratch(capacity * width), derived = on.empty({capacity, 4}, at::kInt);
+    args.stats = data<ExpandStats>(stats);
+    args.table = table.data_ptr();
+    args.keys = keys.data_ptr();
+    check_cuda(cudaMemsetAsync(args.stats, 0, sizeof(ExpandStats), on.stream), "cudaMemsetAsync", on.device);
+    check_cuda(cudaMemsetAsync(args.table, 0xff, args.capacity * width, on.stream), "cudaMemsetAsync", on.device);
+    if (capacity > 0) {
+      check_cuda(cudaMemsetAsync(args.keys, 0xff, capacity * width, on.stream), "cudaMemsetAsync", on.device);
+    }
+    for_pieces(args, coords, rows, [&](const ExpandArgs& piece) {
+      check_cuda(expand_coords(piece, on.stream), "expand_coords", on.device);
+    });
+    check_cuda(count_keys(args.stats, capacity, found, data<int64_t>(made), on.stream), "count_keys", on.device);
+    const Tensor scratch = on.scratch(unpack_workspace(args.box, capacity));
+    check_cuda(unpack_keys(args.box, args.keys, capacity, data<int64_t>(made), data<int>(derived), scratch.data_ptr(),
+                           on.stream),
+               "unpack_keys", on.device);
+    OrderArgs known{};
+    known.count = data<int64_t>(made);
+    known.bounds = args.bounds;
+    const Tensor order = morton_order(on, derived, args.box, known);
+    return {derived, made, outer, order, brick_table(on, derived, order, -1, known.count)};
+  }
+  const Tensor scratch = on.scratch(bytes);
+  mark_cells(on, args, coords, rows, scratch.data_ptr());
   const int64_t slots = brick_capacity(capacity, -1);
   Parts parts;
   const int64_t order_at = parts.add(capacity), table_at = parts.add(4 * slots);

@@ -22,7 +22,6 @@ from voxmma.sparse.maps import Geometry, cpu_pairs, plan_rule, size_tensor
 
 _INT32 = torch.iinfo(torch.int32)
 _EMPTY = (*[_INT32.max] * 4, *[_INT32.min] * 4)
-MAX_CELL_BITS = 27  # of the bounds of a set made here: a bitmap of 16 MiB (csrc/map/cells.cuh)
 
 
 @dataclass(frozen=True)
@@ -68,19 +67,11 @@ def derive_sized(
 ) -> SizedSet:
     """The sites of derive.windows, or with `to_children` of derive.children, of a set; sorted, like those.
 
-    status: [sites, not 0 where one was outside the bounds or the packable range, blocks of 2x2x2, unused].
-    Where there are more sites than `capacity`, the set is empty.
-
-    ValueError where the bounds of the sites hold more than 2^MAX_CELL_BITS cells, the extent of every axis
-    rounded up to a power of two.
+    status: [sites, not 0 where one was outside the bounds or the packable range, unused, unused]. Where there
+    are more sites than `capacity`, the set is empty; if its bounds hold more than 2^27 cells, with the extent
+    of each axis rounded up to a power of two, the number of sites is then some number above the capacity.
     """
     bounds = reach(source.bounds, geometry, to_children)
-    bits = cell_bits(bounds)
-    if bits > MAX_CELL_BITS:
-        raise ValueError(
-            f"the output coordinates of a layer lie within {bounds}: 2^{bits} cells, the extent of each axis "
-            f"rounded up to a power of two; at most 2^{MAX_CELL_BITS} are possible"
-        )
     if source.coords.is_cuda:
         coords, count, inner, order, blocks = _C.derive_sized(
             source.coords, source.count, source.inner, *geometry, to_children, bounds, capacity, status
@@ -92,19 +83,11 @@ def derive_sized(
         keys, outside = _distinct(_candidates(rows, geometry, to_children))
         inner = inner.new_tensor(reach(tuple(inner.tolist()), geometry, to_children))
     made = unpack(keys)
-    blocks = torch.unique(torch.cat([made[:, :1], made[:, 1:] >> 1], dim=1), dim=0)
-    _tell(status, len(keys), int(outside), len(blocks), 0)
+    _tell(status, len(keys), int(outside), 0, 0)
     number = len(keys) if len(keys) <= capacity else 0
     index = _room(keys[:number], capacity, _NONE), _room(torch.arange(number, device=rows.device), capacity)
     count = torch.tensor([number], dtype=torch.int64, device=rows.device)
     return SizedSet(_room(made[:number], capacity), count, inner, index, bounds)
-
-
-def cell_bits(bounds: Bounds) -> int:
-    """Log2 of the cells of a bitmap over `bounds`: those of every axis rounded up to a power of two."""
-    low = [bounds[0], *(v & ~1 for v in bounds[1:4])]
-    bits = [(last - first).bit_length() for first, last in zip(low, bounds[4:], strict=True)]
-    return bits[0] + sum(max(b, 1) for b in bits[1:])
 
 
 def plan_room(geometry: Geometry, reverse: bool, n_in: int, n_out: int) -> tuple[int, int, int, int]:
@@ -122,7 +105,7 @@ def plan_sized(
 ) -> list[torch.Tensor]:
     """The tensors of a kernel map (maps.KernelMap) for as many rows as `inputs` and `outputs` have room for.
 
-    Rows from the count on have no inputs, and on a GPU no place in the plan: kernels leave them as they are.
+    Rows from the count on have no inputs, and on a GPU no place in the plan: results for them mean nothing.
     `room`, for a GPU, is a number of passes and of units of 4 unique rows; a tile that finds none is left out
     like those.
 

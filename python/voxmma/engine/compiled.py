@@ -677,8 +677,8 @@ def compile(
         capacity: voxels that a frame may have. Default: a quarter more than the largest example.
         levels: capacities of levels by number (`Engine.levels()`), instead of what the examples lead to.
         bounds: least x, y, z and largest x, y, z of a frame's coordinates. Default: a box around the
-            examples, larger where that costs nothing. No level's box but the input's may have more than 2^27
-            cells, samples included, every side rounded up to a power of two.
+            examples, larger where that costs nothing. Boxes of up to 2^27 cells, samples included and every
+            side rounded up to a power of two, are faster.
         frames: more examples, which capacities and bounds are to hold for.
         grow: frames that do not fit make the engine larger (which waits for the device, and captures anew).
         check_finite: features are looked at on the device, and NaN and infinity reported.

@@ -19,6 +19,9 @@ scenes are generated. Each library runs in a process of its own and takes its tu
   the same weights in plain torch and fp64. cells_missing, cells_more: voxels of the result that are in the
   reference or here alone; errors are of those in both.
 
+`voxmma-engine` is the network as voxmma.engine compiles it, on a GPU one CUDA graph: no training, and nothing
+of what is compiled once in the times; infer_mib has its buffers. Its result is read in every call.
+
 On a CPU everything is fp32, without kernels and memory. benchmarks/collect.py adds the file to the results.
 """
 
@@ -59,6 +62,7 @@ from network_libraries import LIBRARIES, Index, Torch, ported, shrunk
 
 Row = dict[str, Any]
 Array = np.ndarray
+ENGINE = "voxmma-engine"
 MARGIN = 16
 """Cells between a scene and the border: no library drops outputs of strided layers there."""
 
@@ -208,9 +212,19 @@ class Runner:
         net.load_state_dict(state)
         kind = LIBRARIES[lib]
         self.library = None if kind is None else kind(problem.feats.device)
-        self.keeps_maps = self.library is None or self.library.keeps_maps
+        self.as_engine = lib == ENGINE
+        self.engine: Any = None
+        self.keeps_maps = not self.as_engine and (self.library is None or self.library.keeps_maps)
         self.net = net if self.library is None else ported(net, self.library)[0]
         self.net.to(problem.feats.device)
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """What is done once for a type: an engine is compiled, for a quarter more voxels than there are."""
+        self.net.to(dtype)
+        if self.as_engine:
+            p = self.problem
+            example = voxmma.Voxels(p.coords, p.feats.to(dtype), batch_size=p.batch)
+            self.engine = voxmma.engine.compile(self.net, example)
 
     def input(self, dtype: torch.dtype) -> tuple[Any, ...]:
         """A tensor of the library and, for a decoder, the target; on coordinates that it has not seen."""
@@ -218,12 +232,14 @@ class Runner:
         coords, feats = p.coords.clone(), p.feats.to(dtype)
         if self.library is not None:
             return self.library.start(coords, feats, p), p.target
+        if self.engine is not None:
+            return ((coords, feats),)
         x = voxmma.Voxels(coords, feats, batch_size=p.batch, stride=p.factor)
         return (x,) if p.factor == 1 else (x, voxmma.CoordSet(p.target.clone(), p.batch))
 
     def run(self, given: tuple[Any, ...]) -> list[Any]:
         """The result and whatever else the loss shall see."""
-        made = self.net(*given)
+        made = self.net(*given) if self.engine is None else self.engine(*given).get()
         if self.library is not None:
             return made
         if isinstance(made, tuple):
@@ -332,8 +348,9 @@ def infer(runner: Runner, wanted: dict[str, Any], half: torch.dtype, repeats: in
     device = runner.problem.feats.device
     runner.net.eval()
     with torch.inference_mode():
+        runner.prepare(torch.float32)
         exact = errors(runner, runner.run(runner.input(torch.float32))[0], wanted)
-        runner.net.to(half)
+        runner.prepare(half)
         row = errors(runner, runner.run(runner.input(half))[0], wanted)
         row["rel_l2_fp32"] = exact["rel_l2"]
 
@@ -343,6 +360,8 @@ def infer(runner: Runner, wanted: dict[str, Any], half: torch.dtype, repeats: in
         row["infer_ms"], row["infer_least_ms"] = wall(call, repeats, device)
         if device.type == "cuda":
             row["gpu_ms"], row["kernels"], row["infer_mib"] = on_gpu(call, device)
+            if runner.engine is not None:
+                row["infer_mib"] += runner.engine.memory / 2**20
             row["idle"] = max(0.0, 1.0 - row["gpu_ms"] / row["infer_ms"])
         if runner.keeps_maps:
             given = runner.input(half)
@@ -380,6 +399,8 @@ def measure(job: Job, lib: str, cells: Array, wanted: Row, device: torch.device,
     runner = Runner(job, lib, wanted["state"], problem)
     row: Row = {"parameters": sum(parameter.numel() for parameter in runner.net.parameters())}
     row |= infer(runner, wanted, half, repeats)
+    if lib == ENGINE:
+        return row
     runner = Runner(job, lib, wanted["state"], problem)
     try:
         row |= train(runner, half, repeats)
@@ -577,6 +598,8 @@ def run(
                     kind = LIBRARIES[lib]
                     if kind is not None and kind.needs_gpu and device.type != "cuda":
                         row["unsupported"] = "runs on a GPU only"
+                    elif lib == ENGINE and NETWORKS[job.network].factor != 1:
+                        row["unsupported"] = "prunes to a target"
                     elif failed is not None:
                         row |= failed
                     elif time.monotonic() >= end:
@@ -639,11 +662,11 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(given.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)
-    if given.work in (None, "voxmma", "reference"):
+    if given.work in (None, "voxmma", ENGINE, "reference"):
         ours = list(sys.path)
     sys.path[:0] = given.path
     if given.work:
-        if given.work in ("voxmma", "reference"):
+        if given.work in ("voxmma", ENGINE, "reference"):
             sys.path[:] = ours
         work(given.work, device, given.repeats)
         return 0

@@ -40,6 +40,7 @@ from voxmma.sparse.tensor import Voxels
 from voxmma import nn  # isort: skip
 
 if _TYPE_CHECKING:
+    from voxmma import engine as engine
     from voxmma import export as export
     from voxmma import models as models
     from voxmma.compat import convert as convert
@@ -101,6 +102,7 @@ _LAZY = {
     "apply_plan": "voxmma.verify.plan:apply_plan",
     "calibrate": "voxmma.verify.plan:calibrate",
     "convert": "voxmma.compat.convert",
+    "engine": "voxmma.engine",
     "export": "voxmma.export",
     "gate": "voxmma.tuning.gate",
     "models": "voxmma.models",

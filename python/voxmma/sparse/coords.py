@@ -12,12 +12,12 @@ import torch
 
 from voxmma._dynamo import eager
 from voxmma._extension import _C
-from voxmma._types import as_tensor, integer
+from voxmma._types import Triple, as_tensor, integer
 from voxmma.sparse.cached import Made, new_lock, refuse_capture
 
 if TYPE_CHECKING:
     from voxmma.dispatch.calls import Repeat
-    from voxmma.sparse.maps import Geometry, MapCore
+    from voxmma.sparse.maps import Direction, Geometry, MapCore
 
 COORD_BITS = 18
 COORD_MIN = -(1 << (COORD_BITS - 1))
@@ -151,6 +151,9 @@ class CoordSet:
     On a GPU construction reads a few numbers back to the host once (twice where the box around
     them has more than 2^28 cells, 2^24 for fewer than 65,536 voxels); nothing later does.
     """
+
+    sized = False
+    """whether the number of rows lies on the device, and `num` is a capacity: voxmma.engine"""
 
     __slots__ = (
         "__weakref__",
@@ -301,6 +304,22 @@ class CoordSet:
         packable = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)
         keys = pack(torch.where(packable.unsqueeze(1), coords, 0))
         return torch.where(packable, find_keys(keys, *self.sorted_keys()), -1)
+
+    def sites(self, geometry: Geometry, to_children: bool) -> CoordSet:
+        """Of a sized set: the output set of a layer."""
+        raise NotImplementedError
+
+    def plan(self, outputs: CoordSet, geometry: Geometry, reverse: bool) -> Direction:
+        """Of a sized set: one direction of the map to `outputs`."""
+        raise NotImplementedError
+
+    def dense(self, feats: torch.Tensor, shape: Triple, origin: Triple) -> torch.Tensor:
+        """Of a sized set: `Voxels.dense` of features on it."""
+        raise NotImplementedError
+
+    def tree(self) -> tuple[torch.Tensor, ...]:
+        """Of a sized set: the tree over its samples, with one more for what is behind the rows."""
+        raise NotImplementedError
 
     # ---- facts ---------------------------------------------------------------------------------------------
 

@@ -90,6 +90,8 @@ def _made_once(source: CoordSet, geometry: Geometry, to_children: bool, limit: i
 
 
 def _make(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
+    if source.sized:
+        return source.sites(geometry, to_children)
     if source.device.type == "cuda":
         refuse_capture(f"the output coordinates of a layer ({_kernel(geometry)})", source.device)
         made = _make_cuda(source, geometry, to_children, limit)

@@ -311,7 +311,9 @@ class KernelMap:
             made = core.sides.get(self.reverse)
             if made is not None:
                 return made
-            if self.device.type == "cuda":
+            if self.in_coords.sized or self.out_coords.sized:
+                made = self.in_coords.plan(self.out_coords, core.geometry, self.reverse)
+            elif self.device.type == "cuda":
                 kind = "the transposed kernel map" if self.reverse else "the kernel map"
                 refuse_capture(f"{kind} (kernel_size {self.kernel_size}, stride {self.stride})", self.device)
                 made = _build_cuda(self.in_coords, self.out_coords, core.geometry, self.reverse)

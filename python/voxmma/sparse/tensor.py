@@ -330,6 +330,8 @@ class Voxels:
         Raises ValueError naming the first voxel that lies outside the grid.
         """
         start = three_integers(origin, "origin")
+        if self._coord_set.sized and spatial_shape is not None:
+            return self._coord_set.dense(self._feats, positive_triple(spatial_shape, "spatial_shape"), start)
         cell = self.coords[:, 1:].long() - torch.tensor(start, device=self.device, dtype=torch.int64)
         if spatial_shape is None:
             shape = tuple((cell.amax(0) + 1).clamp(min=1).tolist()) if self.num_voxels else (1, 1, 1)

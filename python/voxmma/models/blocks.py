@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 import voxmma.nn as vnn
+from voxmma.nn.modules.fusing import residual
 from voxmma.sparse.tensor import Voxels
 
 Layer = Callable[[int], nn.Module]
@@ -63,7 +64,7 @@ class ResidualBlock(nn.Module):
         self.relu = vnn.ReLU()
 
     def forward(self, x: Voxels) -> Voxels:
-        y: Voxels = self.relu(self.body(x) + self.shortcut(x))
+        y: Voxels = residual(self.body, x, self.shortcut(x), self.relu)
         return y
 
 

@@ -43,6 +43,7 @@ if _TYPE_CHECKING:
     from voxmma import export as export
     from voxmma import models as models
     from voxmma.compat import convert as convert
+    from voxmma.nn.fusion import fuse
     from voxmma.precision import policy as policy
     from voxmma.precision import schedule as schedule
     from voxmma.tuning import gate as gate
@@ -69,6 +70,7 @@ __all__ = [
     "downsample",
     "explain",
     "from_dense",
+    "fuse",
     "get_deterministic",
     "get_fp16_accum",
     "get_fp16_rescale",
@@ -102,6 +104,7 @@ _LAZY = {
     "calibrate": "voxmma.verify.plan:calibrate",
     "convert": "voxmma.compat.convert",
     "export": "voxmma.export",
+    "fuse": "voxmma.nn.fusion:fuse",
     "gate": "voxmma.tuning.gate",
     "models": "voxmma.models",
     "policy": "voxmma.precision.policy",

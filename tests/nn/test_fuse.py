@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -259,3 +260,190 @@ def test_rescaled_sums_are_not_fused_and_the_layers_still_run(device: torch.devi
         assert torch.equal(y.feats, again.feats)
         assert torch.equal(y.feats, each_by_itself(model, x).feats)
     assert voxmma.explain(y).rescaled and "fused" not in str(voxmma.explain(y))
+
+
+# ---- fuse: whole models ------------------------------------------------------------------------------------
+
+
+class Basic(nn.Module):
+    """A residual block as users write it."""
+
+    def __init__(self, c_in: int, c_out: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = vnn.SparseConv3d(c_in, c_out, 3, bias=False), vnn.BatchNorm(c_out)
+        self.conv2, self.bn2 = vnn.SparseConv3d(c_out, c_out, 3, bias=False), vnn.BatchNorm(c_out)
+        self.relu = vnn.ReLU()
+        self.down: nn.Module | None = None
+        if c_in != c_out:
+            self.down = vnn.Sequential(vnn.SparseConv3d(c_in, c_out, 1), vnn.BatchNorm(c_out))
+
+    def forward(self, x: Voxels) -> Voxels:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        if self.down is not None:
+            x = self.down(x)
+        return self.relu(x + y)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = vnn.SparseConv3d(16, 16, 3), vnn.BatchNorm(16)
+        self.blocks = nn.ModuleList([Basic(16, 16), Basic(16, 32)])
+        self.wide = nn.Sequential(vnn.SparseConv3d(32, 24, 3), vnn.BatchNorm(24), vnn.SiLU())
+        self.head = vnn.SparseConv3d(24, 4, 1)
+
+    def forward(self, x: Voxels) -> Voxels:
+        x = vnn.functional.leaky_relu(self.norm(self.stem(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.wide(x))
+
+
+FUSED = {
+    ("stem", "norm", "leaky_relu"),
+    ("blocks.0.conv1", "blocks.0.bn1", "blocks.0.relu"),
+    ("blocks.0.conv2", "blocks.0.bn2", "+", "blocks.0.relu"),
+    ("blocks.1.conv1", "blocks.1.bn1", "blocks.1.relu"),
+    ("blocks.1.conv2", "blocks.1.bn2", "+", "blocks.1.relu"),
+    ("blocks.1.down.0", "blocks.1.down.1"),
+    ("wide.0", "wide.1", "wide.2"),
+}
+
+
+def launches(model: nn.Module, x: Voxels) -> list[tuple[str, ...]]:
+    """What each convolution took along: the epilogues of the calls, in order."""
+    seen: list[tuple[str, ...]] = []
+    run = fusing.call
+
+    def call(*args: Any, then: Any, **kwargs: Any) -> Any:
+        y = run(*args, then=then, **kwargs)
+        seen.append(applied(y))
+        return y
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fusing, "call", call)
+        with torch.no_grad():
+            model(x)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fuse_reads_forwards(device: torch.device, dtype: torch.dtype) -> None:
+    x = voxels(device, dtype=dtype)
+    model = settled(Net(), device, dtype)
+    names = list(model.state_dict())
+    with torch.no_grad():
+        single = model(x)
+        exact = copy.deepcopy(model).double()(x.double()).feats
+    model.train()  # what is read is the evaluation's
+    same, report = voxmma.fuse(model)
+    model.eval()
+    assert same is model and list(model.state_dict()) == names
+    assert set(report.fused) == FUSED
+    assert [name for name, _ in report.left] == ["head"] and "launches take" in str(report)
+    with torch.no_grad():
+        y, again = model(x), model(x)
+    assert torch.equal(y.feats, again.feats)
+    error, before = ((v.feats.double() - exact).norm() for v in (y, single))
+    assert error <= 1.5 * before + 1e-14 * exact.norm()
+    seen = launches(model, x)
+    assert len(seen) == 7 and all("fused" in name for names in seen for name in names)
+    assert sum("+ residual (fused)" in names for names in seen) == 2
+
+
+def test_fused_models_train_copy_and_change_as_before(device: torch.device) -> None:
+    x = voxels(device)
+    model, plain = settled(Net(), device), settled(Net(), device)
+    plain.load_state_dict(model.state_dict())
+    voxmma.fuse(model)
+    with torch.no_grad():
+        y = model(x)
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(x).feats, y.feats) and len(launches(twin, x)) == 7
+        twin.stem.weight.data.mul_(2)
+        assert not torch.equal(twin(x).feats, y.feats) and torch.equal(model(x).feats, y.feats)
+        loaded = pickle.loads(pickle.dumps(model))
+        assert torch.equal(loaded(x).feats, plain(x).feats)
+        assert torch.equal(voxmma.fuse(loaded)[0](x).feats, y.feats)
+        model.blocks[0].conv1 = settled(vnn.SparseConv3d(16, 16, 3), device)
+        assert not torch.equal(model(x).feats, y.feats)
+        model.blocks[0].conv1 = plain.blocks[0].conv1
+        assert torch.equal(model(x).feats, y.feats)
+    for network in (model.train(), plain.train()):
+        network(x).feats.square().sum().backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine is other or torch.equal(mine.grad, other.grad)
+    voxmma.fuse(model)  # again
+    assert len(launches(model.eval(), x)) == 7
+
+
+def test_fuse_leaves_what_it_cannot_read(device: torch.device) -> None:
+    x = voxels(device)
+
+    class Asks(Basic):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) if isinstance(x, Voxels) else None
+
+    class Counts(Basic):
+        def forward(self, x: Any) -> Any:
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().forward(x)
+
+    class Optional(Basic):
+        def forward(self, x: Any, skip: Any = None) -> Any:
+            return super().forward(x if skip is None else skip)
+
+    class Measures(Basic):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) if len(x) > 3 else x
+
+    class Twice(Basic):
+        def forward(self, x: Any) -> Any:
+            y = self.conv1(x)
+            return self.bn1(y) + y
+
+    class Writes(Basic):
+        def forward(self, x: Any) -> Any:
+            y = self.bn1(self.conv1(x))
+            x.feats.mul_(2)
+            return self.relu(y + x)
+
+    class Numbers(Basic):
+        def forward(self, x: Any) -> Any:
+            return self.relu(self.bn1(self.conv1(x)) + 1)
+
+    for kind, why in (
+        (Asks, "class of a value"),
+        (Counts, "sets calls"),
+        (Optional, "optional arguments"),
+        (Measures, "cannot be read"),
+        (Twice, "used 2 times"),
+    ):
+        model = settled(kind(16, 16), device)
+        with torch.no_grad():
+            before = model(x).feats
+        _, report = voxmma.fuse(model)
+        assert not report.fused and why in str(report), kind
+        assert "forward" not in model.__dict__
+        with torch.no_grad():
+            assert torch.equal(model(x).feats, before)
+    for kind in (Writes, Numbers):
+        model = settled(kind(16, 16), device)
+        with torch.no_grad():
+            before = model(x.with_feats(x.feats.clone())).feats
+        _, report = voxmma.fuse(model)
+        assert report.fused == [("conv1", "bn1")]
+        with torch.no_grad():
+            close(model(x.with_feats(x.feats.clone())).feats, before, float(before.abs().max()))
+
+
+def test_fuse_reports_sequences_and_networks(device: torch.device) -> None:
+    from voxmma.models import spunet
+
+    model = spunet(16, 4)
+    _, report = voxmma.fuse(settled(model, device))
+    convolutions = sum(isinstance(layer, vnn.SparseConv3d) for layer in model.modules())
+    assert len(report.fused) == convolutions - 1 and report.left == [("head", "the end follows")]
+    other = vnn.Sequential(vnn.SparseConv3d(4, 4, 3), vnn.GroupNorm(2, 4), vnn.ReLU())
+    assert voxmma.fuse(other)[1].left == [("0", "GroupNorm follows")]

@@ -44,6 +44,8 @@ class ResidualBlock(nn.Module):
         kernel_size: of the body's convolutions. norm: makes a norm for C channels.
     """
 
+    fuses_itself = True  # by `residual`
+
     def __init__(
         self,
         c_in: int,

@@ -44,6 +44,7 @@ if _TYPE_CHECKING:
     from voxmma import export as export
     from voxmma import models as models
     from voxmma.compat import convert as convert
+    from voxmma.nn.fusion import fuse
     from voxmma.precision import policy as policy
     from voxmma.precision import schedule as schedule
     from voxmma.tuning import gate as gate
@@ -70,6 +71,7 @@ __all__ = [
     "downsample",
     "explain",
     "from_dense",
+    "fuse",
     "get_deterministic",
     "get_fp16_accum",
     "get_fp16_rescale",
@@ -104,6 +106,7 @@ _LAZY = {
     "convert": "voxmma.compat.convert",
     "engine": "voxmma.engine",
     "export": "voxmma.export",
+    "fuse": "voxmma.nn.fusion:fuse",
     "gate": "voxmma.tuning.gate",
     "models": "voxmma.models",
     "policy": "voxmma.precision.policy",

@@ -75,6 +75,7 @@ def call(
         coords,
         config.max_voxels,
         kernel_map,
+        config.output_padding,
     )
     if config.transposed and mapping.symmetric:
         key = None

@@ -25,6 +25,7 @@ def resolve_map(
     coords: Target | None = None,
     max_voxels: int | None = None,
     given: KernelMap | None = None,
+    output_padding: Triple = (0, 0, 0),
 ) -> tuple[KernelMap, CoordSet, Triple]:
     """The map a layer runs over, its output coordinates and their tensor stride.
 
@@ -49,6 +50,7 @@ def resolve_map(
             transposed=transposed,
             generative=generative,
             max_voxels=max_voxels,
+            output_padding=output_padding,
         )
     else:
         if coords is not None:

@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from voxmma import torchflags
-from voxmma._types import as_tensor, integer, positive
+from voxmma._types import Triple, as_tensor, integer, positive
 from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
 from voxmma.engine.record import (
@@ -84,7 +84,8 @@ class _Input:
     dtype: torch.dtype
     root: int = -1
     batch_size: int = 0
-    stride: tuple[int, int, int] = (1, 1, 1)
+    stride: Triple = (1, 1, 1)
+    spatial_shape: Triple | None = None
 
     @property
     def sparse(self) -> bool:
@@ -95,7 +96,9 @@ def _described(leaves: Sequence[Any]) -> list[_Input]:
     found, roots = [], 0
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Voxels):
-            found.append(_Input((leaf.channels,), leaf.dtype, roots, leaf.batch_size, leaf.stride))
+            found.append(
+                _Input((leaf.channels,), leaf.dtype, roots, leaf.batch_size, leaf.stride, leaf.spatial_shape)
+            )
             roots += 1
         elif isinstance(leaf, Tensor):
             found.append(_Input(tuple(leaf.shape), leaf.dtype))
@@ -118,6 +121,20 @@ def _wide_bounds(bounds: Bounds, batch_size: int) -> Bounds:
         low.append(max(bounds[axis] - room, COORD_MIN))
         high.append(min(bounds[4 + axis] + room, COORD_MAX))
     return (*low, *high)
+
+
+def _wanted_bounds(
+    bounds: Sequence[int] | None, box: Bounds, batch_size: int, spatial_shape: Triple | None
+) -> Bounds:
+    """What the caller gave, else around `box`; within the grid, if there is one."""
+    made = _wide_bounds(box, batch_size) if bounds is None else _check_bounds(bounds, batch_size)
+    if spatial_shape is None:
+        return made
+    least = [max(value, 0) for value in made[1:4]]
+    most = [min(value, size - 1) for value, size in zip(made[5:], spatial_shape, strict=True)]
+    if any(a > b for a, b in zip(least, most, strict=True)):
+        raise ValueError(f"bounds {bounds} lie outside of spatial_shape {spatial_shape}")
+    return (made[0], *least, made[4], *most)
 
 
 def _check_bounds(bounds: Sequence[int], batch_size: int) -> Bounds:
@@ -629,6 +646,7 @@ class Result:
         engine, program = self._engine, self._engine._program
         sets: dict[int, CoordSet] = {}
         batches = [leaf[2] for given, leaf in zip(engine._inputs, self._frame, strict=True) if given.sparse]
+        grids = [given.spatial_shape for given in engine._inputs if given.sparse]
         for given, leaf in zip(engine._inputs, self._frame, strict=True):
             if given.sparse and leaf[3] is not None:
                 sets[engine._root(given)] = leaf[3]
@@ -639,7 +657,10 @@ class Result:
                 if out.level not in sets:
                     level = program.levels[out.level]
                     sets[out.level] = CoordSet.trusted(
-                        made[0][:rows].contiguous(), batches[level.path[0]], level.bounds
+                        made[0][:rows].contiguous(),
+                        batches[level.path[0]],
+                        level.bounds,
+                        level.path[-1].shape if len(level.path) > 1 else grids[level.path[0]],
                     )
                 leaves.append(Voxels._make(sets[out.level], made[1][:rows], out.stride, out.record))
             elif isinstance(out, TensorOut) and out.level >= 0:
@@ -717,7 +738,8 @@ def compile(
             found = [_box(root) for root in roots]
             boxes = found if not number else [_around(a, b) for a, b in zip(boxes, found, strict=True)]
         wanted = [
-            _wide_bounds(box, batch) if bounds is None else _check_bounds(bounds, batch) for box in boxes
+            _wanted_bounds(bounds, box, batch, one.spatial_shape)
+            for box, one in zip(boxes, (one for one in given if one.sparse), strict=True)
         ]
         roots_need = [needs[(number,)] for number in range(len(boxes))]
         first = capacity if capacity is not None else math.ceil(MARGIN * max(*roots_need, _LEAST))
@@ -766,7 +788,7 @@ def _fresh(leaf: Any) -> Any:
         return leaf.detach().clone()
     if leaf.coord_set.finer is not None:
         raise ValueError("the input was made by a strided layer: compile from what it was made from")
-    copied = CoordSet.trusted(leaf.coords, leaf.batch_size)
+    copied = CoordSet.trusted(leaf.coords, leaf.batch_size, spatial_shape=leaf.spatial_shape)
     copied._index = replace(leaf.coord_set._index, segments=None)
     return Voxels._make(copied, leaf.feats.detach().clone(), leaf.stride)
 
@@ -791,8 +813,9 @@ def _capacities(needs: Mapping[Path, int], first: int, boxes: Sequence[Bounds]) 
         if len(path) == 1:
             found[path], bounds[path] = first, boxes[path[0]]
             continue
-        above, (geometry, to_children) = path[:-1], path[-1]
-        bounds[path] = box = reach(bounds[above], geometry, to_children)
+        above, key = path[:-1], path[-1]
+        geometry, to_children, _ = key
+        bounds[path] = box = reach(bounds[above], *key)
         share = needs[path] / max(needs[path[:1]], 1)
         wanted = max(math.ceil(first * share * MARGIN), _LEAST)
         tight = not to_children and geometry.kernel_size == geometry.stride and geometry.dilation == (1, 1, 1)
@@ -849,7 +872,9 @@ def _record(
                 if check_finite:
                     recorder.report("finite", one.root, torch.ops.voxmma.sized_finite(buffers[1], count))
             parts = (buffers[0], count, *index)
-            made = NetworkSet.make(recorder, level, parts, one.batch_size, bounds[one.root])
+            made = NetworkSet.make(
+                recorder, level, parts, one.batch_size, bounds[one.root], one.spatial_shape
+            )
             filled.append(Voxels._make(made, buffers[1], one.stride))
         with recorder:
             out = model(*pytree.tree_unflatten(filled, spec))

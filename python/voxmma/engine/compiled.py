@@ -337,6 +337,12 @@ class Engine:
                     raise ValueError(
                         f"{name} has {leaf.batch_size} samples, the engine takes {given.batch_size}"
                     )
+                if leaf.spatial_shape != given.spatial_shape:
+                    raise ValueError(
+                        f"{name} has spatial_shape {leaf.spatial_shape}, the engine takes {given.spatial_shape}"
+                    )
+                if leaf.coord_set.repeated is not None:
+                    raise ValueError(f"{name} has repeated rows: an engine takes distinct voxels")
                 made: Any = (leaf.coords, leaf.feats, leaf.batch_size, leaf.coord_set)
             elif isinstance(leaf, tuple) and len(leaf) == 2:
                 made = (as_tensor(leaf[0], "coords"), as_tensor(leaf[1], "feats"), given.batch_size, None)

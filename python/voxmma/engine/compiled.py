@@ -222,10 +222,10 @@ class Engine:
         """Accumulator, tile and dtype of every sparse convolution, in order, as they were frozen."""
         found = []
         for step in self._program.steps:
-            if step.func._schema.name in ("voxmma::conv", "voxmma::conv_rescaled"):
-                found.append(
-                    {"op": step.func._schema.name, "accumulator": step.args[8], "tile": step.args[9]}
-                )
+            schema = step.func._schema
+            if schema.name in ("voxmma::conv", "voxmma::conv_fused", "voxmma::conv_rescaled"):
+                given = dict(zip((argument.name for argument in schema.arguments), step.args, strict=False))
+                found.append({"op": schema.name, "accumulator": given["accumulator"], "tile": given["tile"]})
         return found
 
     @property

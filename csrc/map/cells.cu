@@ -143,9 +143,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Order and bricks of rows whose ranks are known.
-__global__ void __launch_bounds__(kThreads) index_rows(const Cells cells, const CoordBox most, const int* bounds,
-                                                       const int4* coords, const Rows rows, int* order, Brick* table,
-                                                       uint32_t capacity) {
+__global__ void __launch_bounds__(kThreads)
+    index_rows(const Cells cells, const CoordBox most, const int* bounds, const int4* coords, const Rows rows,
+               int* order, Brick* table, uint32_t capacity) {
   const CoordBox box = box_of(bounds, most);
   const int64_t step = int64_t(gridDim.x) * kThreads, n = rows.number();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {

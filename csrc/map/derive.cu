@@ -202,7 +202,8 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     const int64_t at = first + before + __popc(ballot & ((1u << lane) - 1));
     if (fresh && at < room) keys[at] = key;
-    if (full) atomicMax(reinterpret_cast<unsigned long long*>(&stats->count), static_cast<unsigned long long>(room) + 1);
+    if (full)
+      atomicMax(reinterpret_cast<unsigned long long*>(&stats->count), static_cast<unsigned long long>(room) + 1);
   }
   if (outside) stats->outside = 1;
 }
@@ -330,9 +331,7 @@ bool narrow(const CoordBox& box) { return bits_of(box) <= kNarrowBits; }
 
 size_t key_bytes(const CoordBox& box) { return narrow(box) ? sizeof(uint32_t) : sizeof(uint64_t); }
 
-int64_t expand_bound(const ExpandArgs& args) {
-  return args.n * candidates_of(make_rule(args));
-}
+int64_t expand_bound(const ExpandArgs& args) { return args.n * candidates_of(make_rule(args)); }
 
 int64_t expand_capacity(int64_t keys) { return std::max<int64_t>(keys + keys / 2, 64); }
 
@@ -343,7 +342,7 @@ cudaError_t expand_cells(const ExpandArgs& args, void* workspace, cudaStream_t s
   const Cells cells(workspace, args.box);
   const Rows rows{args.n, args.count, args.begin};
   mark_candidates<<<blocks_for(expand_bound(args)), kThreads, 0, stream>>>(coords, rows, make_rule(args),
-                                                                            args.row_bounds, args.bounds, cells);
+                                                                           args.row_bounds, args.bounds, cells);
   return cudaGetLastError();
 }
 

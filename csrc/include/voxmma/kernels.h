@@ -181,8 +181,8 @@ struct CoordStats {
 
 // What order_coords found out about a number of rows that the device knows.
 struct SizedStats {
-  int64_t count;    // as given
-  int64_t bad_row;  // smallest row outside the box's bounds, -1: none
+  int64_t count;              // as given
+  int64_t bad_row;            // smallest row outside OrderArgs::low .. high, -1: none
   int64_t duplicate, unused;  // as in CoordStats, of rows within the bounds
 };
 
@@ -265,8 +265,8 @@ struct ExpandArgs {
   int* bounds;
   void* table;
   int64_t capacity;  // hash table of keys, all bytes 0xff before the first piece
-  void* keys;    // room for expand_bound(args) more than stats->count, or with a `count`, for `room` in all
-  int64_t room;  // where there are more keys, stats->count is some number above
+  void* keys;        // room for expand_bound(args) more than stats->count, or with a `count`, for `room` in all
+  int64_t room;      // where there are more keys, stats->count is some number above
   ExpandStats* stats;
 };
 size_t key_bytes(const CoordBox& box);         // of one key: 4 or 8

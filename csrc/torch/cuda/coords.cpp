@@ -266,17 +266,19 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
   }
   const Tensor made = on.empty({found.count, 4}, at::kInt),
                scratch = on.scratch(unpack_workspace(args.box, found.count));
-  check_cuda(unpack_keys(args.box, keys.data_ptr(), found.count, nullptr, data<int>(made), scratch.data_ptr(),
-                         on.stream),
-             "unpack_keys", on.device);
+  check_cuda(
+      unpack_keys(args.box, keys.data_ptr(), found.count, nullptr, data<int>(made), scratch.data_ptr(), on.stream),
+      "unpack_keys", on.device);
   const Tensor order = morton_order(on, made, args.box);
   return {made, order, brick_table(on, made, order, -1), found.count, false};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> derive_sized_cuda(
-    const Tensor& coords, const Tensor& count, const Tensor& inner, const Ints& size, const Ints& stride,
-    const Ints& dilation, const Ints& padding, bool to_children, const Ints& bounds, int64_t capacity,
-    const Tensor& status) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> derive_sized_cuda(const Tensor& coords, const Tensor& count,
+                                                                     const Tensor& inner, const Ints& size,
+                                                                     const Ints& stride, const Ints& dilation,
+                                                                     const Ints& padding, bool to_children,
+                                                                     const Ints& bounds, int64_t capacity,
+                                                                     const Tensor& status) {
   check_ints("coords", coords, at::kInt, 4, coords);
   ExpandArgs args = expand_args(size, stride, dilation, padding, to_children, bounds);
   args.count = sized_count("count", count, coords);
@@ -485,8 +487,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_sized_cuda(
   copy_rule(size, start, step, mul, div, args);
   args.out_count = sized_count("out_count", out_count, out_coords);
   args.stats = reinterpret_cast<PlanStats*>(sized_status(status, out_coords));
-  TORCH_CHECK_VALUE(pass_capacity >= 0 && uniq4_capacity >= 0, "pass_capacity and uniq4_capacity must not be negative, ",
-                    "got ", pass_capacity, " and ", uniq4_capacity);
+  TORCH_CHECK_VALUE(pass_capacity >= 0 && uniq4_capacity >= 0,
+                    "pass_capacity and uniq4_capacity must not be negative, ", "got ", pass_capacity, " and ",
+                    uniq4_capacity);
   const NormalTensors normal;
   const Launch on(out_coords.device());
   const auto [order, schedule, local] = TileTensors(on, args);

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch import nn
 import voxmma
 from voxmma import models
 from voxmma import nn as vnn
-from voxmma.engine import Engine, EngineError, compile
+from voxmma.engine import Engine, EngineError, compile, load
 from voxmma.nn import functional as F
 from voxmma.sparse import segments
 
@@ -568,3 +571,76 @@ def test_real_scan_shapes(device: Device) -> None:
 
     engine = compile(net, scan(40), bounds=(0, 0, 0, 63, 63, 63))
     agree(engine, net, [scan(extent) for extent in (40, 11, 33)])
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_engine_does_the_same(device: Device, tmp_path: Path) -> None:
+    net = evaluated(Everything(), device)
+    engine = compile(net, frame(800, device), capacity=1200, grow=True, check_finite=True)
+    engine.save(tmp_path / "net.engine")
+    again = load(tmp_path / "net.engine")
+    assert again.device == engine.device and again.capacities == engine.capacities
+    assert again.levels() == engine.levels() and again.plan == engine.plan and again.grow
+    for n in (0, 5, 900, 1400):  # the last grows
+        x = frame(n, device, seed=n)
+        got, wanted = again(x).get(), engine(x).get()
+        assert got.pop("number") == wanted.pop("number") == 3
+        assert_same(list(got.values()), list(wanted.values()), exact=True)
+    with pytest.raises(ValueError, match="is not finite"):
+        again(frame(3, device) / 0.0).get()
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a file with another head."""
+    with zipfile.ZipFile(path) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    head = json.loads(content["engine.json"])
+    change(head)
+    content["engine.json"] = json.dumps(head).encode()
+    made = path.with_name("edited.engine")
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+    return made
+
+
+def test_files_that_are_no_engine_of_this_machine(tmp_path: Path) -> None:
+    device = torch.device("cpu")
+    path = tmp_path / "net.engine"
+    compile(evaluated(NETWORKS["second"](), device), frame(50, device)).save(path)
+    for name, value in (("card", "another"), ("build", "0"), ("torch", "1.0"), ("device", "cuda")):
+        wrong = edited(path, lambda head: head["machine"].update({name: value}))  # noqa: B023
+        with pytest.raises(EngineError, match=rf"is for {name}|is no engine"):
+            load(wrong)
+    with pytest.raises(EngineError, match="has format 2, this version reads 1"):
+        load(edited(path, lambda head: head.update(format=2)))
+    for operator, message in (
+        ("aten::from_file.default", "belongs to no network"),
+        ("prims::add.default", "is not one of aten or voxmma"),
+        ("aten::nothing.default", "is no engine"),
+    ):
+        wrong = edited(path, lambda head: head["steps"][0].__setitem__(0, operator))  # noqa: B023
+        with pytest.raises(EngineError, match=message):
+            load(wrong)
+    with pytest.raises(EngineError, match="a tensor has another size"):
+        load(edited(path, lambda head: head["tensors"][0].__setitem__(1, [3])))
+    cut = tmp_path / "cut.engine"
+    cut.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(EngineError, match="is no engine"):
+        load(cut)
+    flipped = bytearray(path.read_bytes())
+    flipped[len(flipped) // 2] ^= 0xFF
+    cut.write_bytes(flipped)
+    with pytest.raises(EngineError, match=r"is damaged: tensors|is no engine"):
+        load(cut)
+    with pytest.raises(OSError):
+        load(tmp_path / "none.engine")
+
+
+def test_what_has_no_word_in_a_file_is_not_saved(tmp_path: Path) -> None:
+    device = torch.device("cpu")
+    engine = compile(lambda x: (x, object), frame(50, device))
+    with pytest.raises(EngineError, match="cannot be saved"):
+        engine.save(tmp_path / "net.engine")

@@ -213,7 +213,7 @@ struct CoordStats {
 // What order_coords found out about a number of rows that the device knows.
 struct SizedStats {
   int64_t count;              // as given
-  int64_t bad_row;            // smallest row outside the box's bounds, -1: none
+  int64_t bad_row;            // smallest row outside OrderArgs::low .. high, -1: none
   int64_t duplicate, unused;  // as in CoordStats, of rows within the bounds
 };
 

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def _merge(found: dict[Path, int], more: Mapping[Path, int]) -> None:
 
 
 @dataclass(frozen=True)
-class _Input:
+class Input:
     """A place of the network's inputs: Voxels (`root` its number) or a tensor of one shape."""
 
     shape: tuple[int, ...]
@@ -92,16 +93,16 @@ class _Input:
         return self.root >= 0
 
 
-def _described(leaves: Sequence[Any]) -> list[_Input]:
+def _described(leaves: Sequence[Any]) -> list[Input]:
     found, roots = [], 0
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Voxels):
             found.append(
-                _Input((leaf.channels,), leaf.dtype, roots, leaf.batch_size, leaf.stride, leaf.spatial_shape)
+                Input((leaf.channels,), leaf.dtype, roots, leaf.batch_size, leaf.stride, leaf.spatial_shape)
             )
             roots += 1
         elif isinstance(leaf, Tensor):
-            found.append(_Input(tuple(leaf.shape), leaf.dtype))
+            found.append(Input(tuple(leaf.shape), leaf.dtype))
         else:
             raise TypeError(f"input {place} must be voxmma.Voxels or a tensor, got {type(leaf).__name__}")
     if not roots:
@@ -185,7 +186,7 @@ class Engine:
     def __init__(
         self,
         program: Program,
-        inputs: list[_Input],
+        inputs: list[Input],
         spec: Any,
         capacities: Sequence[int],
         rooms: Sequence[float],
@@ -246,6 +247,12 @@ class Engine:
             f"Engine(capacity={self.capacities[0]}, batch_size={self.batch_size}, device='{self.device}', "
             f"steps={len(self._program.steps)}, grow={self.grow})"
         )
+
+    def save(self, path: str | FilePath) -> None:
+        """Writes the engine into a file for `voxmma.engine.load`."""
+        from voxmma.engine import file
+
+        file.save(self, path)
 
     # ---- buffers and graph
 
@@ -371,7 +378,7 @@ class Engine:
                 )
         return found
 
-    def _root(self, given: _Input) -> int:
+    def _root(self, given: Input) -> int:
         roots = [number for number, level in enumerate(self._program.levels) if level.parent < 0]
         return roots[given.root] if given.sparse else -1
 
@@ -847,7 +854,7 @@ def _record(
     model: Callable[..., Any],
     leaves: Sequence[Any],
     spec: Any,
-    given: Sequence[_Input],
+    given: Sequence[Input],
     bounds: Sequence[Bounds],
     capacity: int,
     half: bool,

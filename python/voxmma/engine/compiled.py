@@ -346,7 +346,8 @@ class Engine:
                     )
                 if leaf.spatial_shape != given.spatial_shape:
                     raise ValueError(
-                        f"{name} has spatial_shape {leaf.spatial_shape}, the engine takes {given.spatial_shape}"
+                        f"{name} has spatial_shape {leaf.spatial_shape}, "
+                        f"the engine takes {given.spatial_shape}"
                     )
                 if leaf.coord_set.repeated is not None:
                     raise ValueError(f"{name} has repeated rows: an engine takes distinct voxels")

@@ -703,7 +703,7 @@ def coarser_set(source: CoordSet, stride: Triple, max_voxels: int | None = None)
 
     Raises ValueError as `voxmma.sparse.derive.windows`.
     """
-    if torch.compiler.is_compiling():
+    if stride == (1, 1, 1) or torch.compiler.is_compiling():
         return _cells(source, stride, max_voxels)
     with source._index.lock:
         if source.levels is None:

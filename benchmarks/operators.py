@@ -27,7 +27,7 @@ import torch
 import typer
 from torch import Tensor
 
-from voxmma.dispatch import measurements
+from voxmma.dispatch import store
 from voxmma.nn import functional as F
 from voxmma.sparse import sampling
 from voxmma.sparse import sets as coordops
@@ -370,7 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
         "kind": "operators",
         "environment": where,
         "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": measurements.driver_version() if on_gpu else None,
+        "driver": store.driver_version() if on_gpu else None,
         "spconv": peers.version("spconv") if on_gpu and peers.installed("spconv") else None,
         "bandwidth": roofline.measure(device, ()).bandwidth,
         "repeats": clock.repeats,

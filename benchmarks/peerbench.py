@@ -34,7 +34,7 @@ from torch import Tensor
 import voxmma
 from voxmma import torchflags
 from voxmma.data.scenes import Array
-from voxmma.dispatch import measurements, settings
+from voxmma.dispatch import settings, store
 from voxmma.ops import formats
 from voxmma.tools import bench
 from voxmma.tuning import machine
@@ -505,7 +505,7 @@ def run(
         "kind": "peers",
         "environment": where,
         "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": measurements.driver_version() if on_gpu else None,
+        "driver": store.driver_version() if on_gpu else None,
         "rates": rates,
         "repeats": job["repeats"],
         "scenes": {scene: len(coords) for scene, coords in made.items()},

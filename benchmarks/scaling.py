@@ -16,7 +16,7 @@ import typer
 from torch import Tensor
 
 from voxmma.data import scenes
-from voxmma.dispatch import measurements
+from voxmma.dispatch import store
 from voxmma.dispatch.calls import convolve
 from voxmma.dispatch.config import ConvConfig
 from voxmma.sparse.maps import KernelMap, kernel_map
@@ -164,7 +164,7 @@ def run(
         "kind": "scaling",
         "environment": where,
         "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": measurements.driver_version() if on_gpu else None,
+        "driver": store.driver_version() if on_gpu else None,
         "rates": rates.as_dict(),
         "kernel": kernel,
         "dtype": dtype,

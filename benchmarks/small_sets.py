@@ -24,7 +24,7 @@ from torch import Tensor
 
 import voxmma
 from voxmma.data import scenes
-from voxmma.dispatch import measurements
+from voxmma.dispatch import store
 from voxmma.tools import bench
 from voxmma.tuning import machine
 from voxmma.tuning.timing import Clock, synchronise
@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         "kind": "small_sets",
         "environment": where,
         "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": measurements.driver_version() if on_gpu else None,
+        "driver": store.driver_version() if on_gpu else None,
         "spconv": peers.version("spconv") if on_gpu and peers.installed("spconv") else None,
         "repeats": clock.repeats,
         "rows": [],

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from voxmma.dispatch import measurements
+from voxmma.dispatch import measurements, store
 from voxmma.ops.kernels import parse_accumulator
 from voxmma.sparse.maps import kernel_map
 from voxmma.sparse.tensor import Voxels
@@ -102,9 +102,9 @@ def tune_command(
         try:
             count = measurements.forget()
         except OSError as error:
-            typer.echo(f"{measurements.path()}: {error.strerror}", err=True)
+            typer.echo(f"{store.path()}: {error.strerror}", err=True)
             raise typer.Exit(1) from None
-        typer.echo(f"{count} line(s) deleted from {measurements.path()}")
+        typer.echo(f"{count} line(s) deleted from {store.path()}")
         return
     target = bench.chosen_device(device)
     if show_kept:
@@ -153,7 +153,7 @@ def tune_command(
 
 
 def _kept_table(kept: Sequence[dict[str, Any]], device: torch.device) -> Table:
-    table = Table(title=f"measurements for {_name(device)} in {measurements.path()}")
+    table = Table(title=f"measurements for {_name(device)} in {store.path()}")
     for column in ("op", "C", "K", "dtype", "accumulator", "fastest", "ms", "tiles", "at", "by"):
         table.add_column(column, overflow="fold")
     for one in kept:

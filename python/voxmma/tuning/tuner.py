@@ -6,7 +6,7 @@
 Measured are tiles of the compiled table that are legal for the call's operation, dtype and accumulator
 (never another accumulator), that no validation record speaks against, and whose result here is within its
 worst-case bound of fp64; how many, says settings.get_algo_mode (`candidates`). They take turns, in the
-median of several rounds. The measurements go to voxmma.dispatch.measurements; explain() and audit() say
+median of several rounds. The measurements are kept (voxmma.dispatch.measurements); explain() and audit() say
 'tuned' where one decided.
 
 Nothing here runs unless it is called. In a job with a process group every rank calls tune() with the same
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from voxmma._types import DTYPE_NAMES
-from voxmma.dispatch import measurements, settings, validation
+from voxmma.dispatch import measurements, settings, store, validation
 from voxmma.dispatch.calls import convolve
 from voxmma.dispatch.config import ConvConfig
 from voxmma.dispatch.measurements import Body, Key
@@ -407,7 +407,7 @@ def measure(case: Case, op: str, repeats: int, found: Bench | None = None) -> tu
         slowest = math.inf if settings.get_algo_mode(op)[0] == "all" else HOPELESS * least
         close = {name: run for name, run in runs.items() if look[name].median <= slowest}
         result.ms |= {name: timing.ms for name, timing in clock.race(close).items()}
-    owner = measurements.owner_of(device)
+    owner = store.owner_of(device)
     if owner is None or not result.ms:
         return result, None
     measured = measurements.body(
@@ -522,13 +522,13 @@ def tune(
     elif failure is not None:
         raise failure
     measurements.adopt(device, bodies)
-    if measurements.owner_of(device) is None:
+    if store.owner_of(device) is None:
         where = "a CPU has one tile for each call" if device.type == "cpu" else "the driver is unknown"
         skipped.append(f"nothing is kept: {where}")
     report = Report(_name(device), results, skipped=skipped)
     if save and bodies:
-        problem = measurements.append(bodies) if rank == 0 else None
-        report.written, report.problem = ("", problem) if problem else (str(measurements.path()), "")
+        problem = store.append(bodies) if rank == 0 else None
+        report.written, report.problem = ("", problem) if problem else (str(store.path()), "")
         if problem:
             warnings.warn(f"{problem}; the measurements last for this process", stacklevel=2)
     for result in results:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from voxmma._extension import _C
-from voxmma.dispatch import observers, validation
+from voxmma.dispatch import observers, store
 from voxmma.dispatch.calls import convolve
 from voxmma.dispatch.config import ConvConfig
 from voxmma.dispatch.record import Record
@@ -82,15 +82,11 @@ def weights_hash(layers: Mapping[str, Any]) -> str:
 
 def identity(layers: Mapping[str, Any], device: torch.device) -> dict[str, str]:
     """The weights, device, driver and build that a plan is bound to; 'unknown' never equals anything."""
+    place, driver = device.type, "none"
     if device.type == "cuda":
-        owner = validation.identity(device) or {
-            "device": "unknown",
-            "driver": "unknown",
-            "build": _C.BUILD_ID,
-        }
-    else:
-        owner = {"device": device.type, "driver": "none", "build": _C.BUILD_ID}
-    return {"weights": weights_hash(layers), **owner}
+        owner = store.owner_of(device, one_card=True)
+        place, driver = (owner.device, owner.driver) if owner else ("unknown", "unknown")
+    return {"weights": weights_hash(layers), "device": place, "driver": driver, "build": _C.BUILD_ID}
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:

@@ -34,7 +34,6 @@ import math
 import os
 import platform
 import queue
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -54,6 +53,7 @@ from torch import Tensor, nn
 import voxmma
 from voxmma import models
 from voxmma import nn as vnn
+from voxmma._timing import Clock, synchronise
 
 from network_libraries import LIBRARIES, Index, Torch, ported, shrunk
 
@@ -291,38 +291,27 @@ def errors(runner: Runner, made: Any, wanted: dict[str, Any]) -> Row:
     return {"rel_l2": error, "cells_missing": len(there) - both, "cells_more": len(coords) - both}
 
 
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def wall(call: Callable[[], object], repeats: int, device: torch.device) -> tuple[float, float]:
     """Median and least wall time in ms, from an idle device to an idle device."""
-    for _ in range(min(4, repeats)):
+    for _ in range(min(3, repeats - 1)):
         call()
-    taken = []
-    for _ in range(repeats):
-        _sync(device)
-        start = time.perf_counter()
-        call()
-        _sync(device)
-        taken.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(taken), min(taken)
+    taken = Clock(device, repeats).wall(lambda i: call())
+    return taken.ms, taken.least * 1e3
 
 
 def on_gpu(call: Callable[[], object], device: torch.device) -> tuple[float, int, float]:
     """Time of all kernels and copies in ms, their number, and the peak of memory in MiB, of one call."""
     from torch.profiler import ProfilerActivity, profile
 
-    _sync(device)
+    synchronise(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     call()
-    _sync(device)
+    synchronise(device)
     peak = (torch.cuda.max_memory_allocated(device) - before) / 2**20
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         call()
-        _sync(device)
+        synchronise(device)
     events = [e for e in seen.key_averages() if str(e.device_type).endswith("CUDA")]
     return sum(e.self_device_time_total for e in events) / 1e3, sum(e.count for e in events), peak
 
@@ -421,7 +410,7 @@ def work(lib: str, device: torch.device, repeats: int) -> None:
         gc.collect()
         if device.type == "cuda":
             try:
-                _sync(device)
+                synchronise(device)
                 torch.cuda.empty_cache()
             except RuntimeError:  # after a faulty kernel nothing runs in this process any more
                 row["broken"] = True

@@ -27,6 +27,7 @@ import torch
 import typer
 from torch import Tensor
 
+from voxmma._timing import Clock, synchronise
 from voxmma.dispatch import store
 from voxmma.nn import functional as F
 from voxmma.sparse import sampling
@@ -36,7 +37,6 @@ from voxmma.sparse.maps import held_bytes, kernel_map
 from voxmma.sparse.tensor import Voxels
 from voxmma.tools import bench
 from voxmma.tuning import machine
-from voxmma.tuning.timing import Clock, synchronise
 
 import peers
 import roofline

@@ -33,12 +33,12 @@ from torch import Tensor
 
 import voxmma
 from voxmma import torchflags
+from voxmma._timing import Clock, input_sets, synchronise
 from voxmma.data.scenes import Array
 from voxmma.dispatch import settings, store
 from voxmma.ops import formats
 from voxmma.tools import bench
 from voxmma.tuning import machine
-from voxmma.tuning.timing import Clock, input_sets, synchronise
 from voxmma.verify import accuracy
 
 import benchplots
@@ -81,7 +81,7 @@ class Data:
 
     def __init__(self, problem: Problem, layer: Layer) -> None:
         device = problem.device
-        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(layer.dtype, torch.float32)
+        dtype = formats.DTYPES[layer.dtype]
         generator = torch.Generator(device)
         generator.manual_seed(layer.c_in * 1_000_003 + layer.c_out * 1_009 + layer.volume)
         n_in, n_out = len(problem.inputs(layer)), len(problem.outputs(layer))

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from voxmma.compat.convert import LAYOUTS, convert_weight
 from voxmma.data.scenes import Array
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
+from voxmma.ops.formats import DTYPES
 
 
 class Unsupported(RuntimeError):

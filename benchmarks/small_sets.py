@@ -23,11 +23,11 @@ import typer
 from torch import Tensor
 
 import voxmma
+from voxmma._timing import Clock, synchronise
 from voxmma.data import scenes
 from voxmma.dispatch import store
 from voxmma.tools import bench
 from voxmma.tuning import machine
-from voxmma.tuning.timing import Clock, synchronise
 
 import peers
 

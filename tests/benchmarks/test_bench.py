@@ -18,10 +18,10 @@ import torch
 from typer.testing import CliRunner
 
 import voxmma
+from voxmma import _timing as timing
 from voxmma import torchflags
 from voxmma.compat.convert import LAYOUTS, convert_weight
 from voxmma.tools import bench
-from voxmma.tuning import timing
 
 import benchplots
 import peerbench

@@ -31,7 +31,6 @@ from conftest import random_coords, surface_coords
 
 CHANNELS = 32
 REPEATS = 10
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CASES = [
     (tile, op) for tile in compiled() for op in (("wgrad",) if tile.op == "wgrad" else ("fprop", "dgrad"))
 ]
@@ -42,7 +41,7 @@ class Case:
 
     def __init__(self, tile: Tile, op: str, family: Family, kmap: KernelMap) -> None:
         self.tile, self.op, self.kmap, self.n = tile, op, kmap, kmap.in_coords.num
-        device, dtype = kmap.device, DTYPES[tile.input]
+        device, dtype = kmap.device, formats.DTYPES[tile.input]
         generator = torch.Generator(device).manual_seed(5)
         shapes = ((self.n, CHANNELS), (27, CHANNELS, CHANNELS), (self.n, CHANNELS))
         draws = (family.activations, family.weights, family.gradients)

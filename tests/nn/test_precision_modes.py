@@ -364,7 +364,7 @@ def _kernels_of(tile: Tile) -> set[str]:
     """Names of the kernels that one call of a tile launches."""
     from torch.profiler import ProfilerActivity, profile
 
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[tile.input]
+    dtype = formats.DTYPES[tile.input]
     device = torch.device("cuda", 0)
     voxels = scene(device)
     kmap = voxmma.kernel_map(voxels.coord_set, 3)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import voxmma
+from voxmma import _timing as timing
 from voxmma import _types
 from voxmma.dispatch import measurements, selection, settings, store, validation
 from voxmma.dispatch.measurements import Key, Table
@@ -30,7 +31,7 @@ from voxmma.dispatch.store import Owner
 from voxmma.ops import kernels
 from voxmma.sparse.maps import kernel_map
 from voxmma.tools.cli import app
-from voxmma.tuning import timing, tuner
+from voxmma.tuning import tuner
 
 from conftest import random_coords, surface_coords
 from tile_table import ARCHS, snapshot, stand_in

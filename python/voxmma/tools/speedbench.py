@@ -28,8 +28,10 @@ from torch.nn import functional as F
 
 from voxmma import nn as sparse
 from voxmma import torchflags
+from voxmma._timing import synchronise
 from voxmma.data import scenes
 from voxmma.dispatch import settings
+from voxmma.models.blocks import conv_norm
 from voxmma.nn.functional import cat
 from voxmma.precision.policy import PrecisionPolicy
 from voxmma.sparse.tensor import Voxels
@@ -184,12 +186,6 @@ class _Classifier(nn.Module):
         return out
 
 
-def _stage(c_in: int, c_out: int, kernel_size: int = 3, stride: int = 1) -> nn.Sequential:
-    """Sparse convolution, batch norm, ReLU."""
-    conv = sparse.SparseConv3d(c_in, c_out, kernel_size, stride=stride, bias=False)
-    return sparse.Sequential(conv, sparse.BatchNorm(c_out), sparse.ReLU())
-
-
 class SparseUNet(nn.Module):
     """A U-Net on voxels: Voxels (N, channels) to logits (N, classes).
 
@@ -200,13 +196,15 @@ class SparseUNet(nn.Module):
     def __init__(self, channels: int, width: int, classes: int, levels: int = 2) -> None:
         super().__init__()
         widths = [width << level for level in range(levels + 1)]
-        self.stem = _stage(channels, width)
+        self.stem = conv_norm(channels, width, 3)
         pairs = list(itertools.pairwise(widths))
-        self.down = nn.ModuleList(sparse.Sequential(_stage(a, b, 2, 2), _stage(b, b)) for a, b in pairs)
+        self.down = nn.ModuleList(
+            sparse.Sequential(conv_norm(a, b, 2, 2), conv_norm(b, b, 3)) for a, b in pairs
+        )
         self.up = nn.ModuleList(
             sparse.SparseConvTranspose3d(b, a, 2, stride=2, bias=False) for a, b in reversed(pairs)
         )
-        self.merge = nn.ModuleList(_stage(2 * a, a) for a, _ in reversed(pairs))
+        self.merge = nn.ModuleList(conv_norm(2 * a, a, 3) for a, _ in reversed(pairs))
         self.head = nn.Linear(width, classes)
 
     def forward(self, voxels: Voxels) -> torch.Tensor:
@@ -386,20 +384,14 @@ class _Runner:
 
     def sample(self, steps: int, paranoid: bool) -> None:
         """Times ``steps`` steps, keeps seconds per step; ``paranoid`` waits for the device after each."""
-        wait(self.device)
+        synchronise(self.device)
         start = time.perf_counter()
         for _ in range(steps):
             self.step()
             if paranoid:
-                wait(self.device)
-        wait(self.device)
+                synchronise(self.device)
+        synchronise(self.device)
         self.samples.append((time.perf_counter() - start) / steps)
-
-
-def wait(device: torch.device) -> None:
-    """Returns when the device has done all work given to it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _reference(
@@ -494,7 +486,7 @@ def run(
                     runner = _Runner(label, variant, work, config, device)
                     start = time.perf_counter()
                     errors = _errors(runner.first(), reference)
-                    wait(device)
+                    synchronise(device)
                     first = time.perf_counter() - start
                     for _ in range(config.warmup):
                         runner.step()

@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from voxmma.dispatch import measurements, store
+from voxmma.ops import formats
 from voxmma.ops.kernels import parse_accumulator
 from voxmma.sparse.maps import kernel_map
 from voxmma.sparse.tensor import Voxels
@@ -45,7 +46,7 @@ def cases_on(
                     mapping,
                     c_in,
                     c_out,
-                    torch.float32 if dtype == "tf32" else bench.DTYPES[dtype],
+                    formats.DTYPES[dtype],
                     accumulator,
                     precision="tf32" if dtype == "tf32" else "ieee",
                     layer=f"{name} k{size}{f's{stride}' if stride > 1 else ''}",

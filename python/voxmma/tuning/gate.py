@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from voxmma._extension import _C
+from voxmma._timing import Clock
 from voxmma.dispatch import settings, store, validation
 from voxmma.dispatch.selection import card
 from voxmma.dispatch.validation import Check, Verdict, _measuring
 from voxmma.ops.kernels import Tile, accumulator_label, compiled, parse_accumulator
 from voxmma.sparse.tensor import Voxels
-from voxmma.tuning.timing import Clock
 from voxmma.verify import trials
 from voxmma.verify.accuracy import FAMILIES, Bound, Errors
 from voxmma.verify.overflow import Certificate, certificate

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from voxmma._timing import Clock, input_sets
 from voxmma._types import DTYPE_NAMES
 from voxmma.dispatch import measurements, settings, store, validation
 from voxmma.dispatch.calls import convolve
@@ -39,7 +40,6 @@ from voxmma.ops import formats
 from voxmma.ops.kernels import accumulator_label, legal, parse_accumulator
 from voxmma.sparse.maps import KernelMap
 from voxmma.tuning import gate, machine
-from voxmma.tuning.timing import Clock, input_sets
 from voxmma.verify import accuracy
 from voxmma.verify.plan import _observe
 
@@ -223,7 +223,7 @@ def candidates(case: Case, op: str) -> tuple[list[str], dict[str, str]]:
         return [_heuristic(case, op)], {}
     (word, *_), default = settings.get_algo_mode(op), _heuristic(case, op)
     names, refused = [], {}
-    for tile in legal(op, _compute_dtype(key), key.accumulator, card(device), key.precision):
+    for tile in legal(op, formats.DTYPES[key.dtype], key.accumulator, card(device), key.precision):
         if word != "all" and tile.atom == "SIMT" and key.dtype != "fp32" and tile.name != default:
             continue
         if tile.accum.startswith("fp16"):
@@ -244,15 +244,11 @@ def _ranked(case: Case, op: str, names: Sequence[str]) -> list[str]:
     return ranked
 
 
-def _compute_dtype(key: Key) -> torch.dtype:
-    return next(dtype for dtype, name in DTYPE_NAMES.items() if name == key.dtype)
-
-
 def _heuristic(case: Case, op: str, mode: settings.AlgoMode = ("auto",)) -> str:
     """The tile that is chosen without measurements, of those that `mode` names."""
     key = case.key(op)
     return select_tile(
-        op, _compute_dtype(key), key.accumulator, key.c_in, key.c_out, key.groups, case.mapping.device,
+        op, formats.DTYPES[key.dtype], key.accumulator, key.c_in, key.c_out, key.groups, case.mapping.device,
         mode, fp32_precision=key.precision,
     ).name  # fmt: skip
 

@@ -16,10 +16,8 @@ What is measured is the forward pass; input gradients run with the accumulator t
 from __future__ import annotations
 
 import hashlib
-import statistics
-import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from voxmma._extension import _C
+from voxmma._timing import Clock
 from voxmma.dispatch import observers, store
 from voxmma.dispatch.calls import convolve
 from voxmma.dispatch.config import ConvConfig
@@ -111,24 +110,6 @@ class _Call:
     record: Record
 
 
-def _milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of `run`, of the device where it is a GPU."""
-    times = []
-    for _ in range(repeats + 1):
-        if device.type == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop))
-        else:
-            begin = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times[1:])
-
-
 def _observe(model: nn.Module, layers: Mapping[str, Any], batch: Any) -> dict[str, list[_Call]]:
     """The calls that each layer makes for one batch."""
     calls: dict[str, list[_Call]] = {name: [] for name in layers}
@@ -188,7 +169,7 @@ def _try(accumulator: str, call: _Call, groups: int, rows: int, repeats: int) ->
             0, max(0, len(y) - 1), min(rows, len(y)), dtype=torch.float64, device="cpu"
         ).long()
         errors, limit = shadow.check(call.x, call.weight, call.bias, call.mapping, y, record, spread)
-        took = _milliseconds(lambda: run(accumulator), device, repeats)
+        took = Clock(device, repeats)(lambda i: run(accumulator)).ms
     margin = None
     narrow = record.accumulator.startswith("fp16")
     if narrow and not record.rescaled:

@@ -104,15 +104,16 @@ def check(
     mapping: KernelMap,
     y: Tensor,
     record: Record,
-    rows: Tensor,
+    rows: Tensor | None = None,
 ) -> tuple[accuracy.Errors, accuracy.Bound]:
-    """Errors of the given output rows, and the bound that they should keep. Waits for the device.
+    """Errors of the given output rows, or of all, and the bound that they should keep. Waits for the device.
 
     Cells whose fp64 value is beyond the output's range count as right when they are infinite with its sign,
     and cells whose fp64 value is not finite, as their own operands are not, when they are not finite either.
     """
     with torchflags.undisturbed():
-        return _check(x, weight, bias, mapping, y, record, rows)
+        every = torch.arange(len(y), device="cpu") if rows is None else rows
+        return _check(x, weight, bias, mapping, y, record, every)
 
 
 def _check(

@@ -6,6 +6,7 @@ import ast
 import copy
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from voxmma.ops.kernels import compiled
 from voxmma.precision import policy
 from voxmma.tools import demo, doctor, speedbench
 from voxmma.tuning import gate, tuner
-from voxmma.verify import accuracy, shadow, trials
+from voxmma.verify import accuracy, families, shadow, trials
 
 from conftest import random_coords
 
@@ -173,13 +174,13 @@ def _accuracy(d: Data) -> list[Any]:
     generator = torch.Generator(d.device).manual_seed(0)
     drawn = [
         made((60, 8), torch.float16, generator, d.device)
-        for family in accuracy.families().values()
+        for family in families.FAMILIES.values()
         for made in (family.activations, family.gradients)
     ]
     pairs = voxmma.kernel_map(d.x, 3).pairs()
     weight = d.feats[:108].reshape(27, 4, 4)
     y64, abs64 = accuracy.reference_conv(d.feats, weight, pairs, 120)
-    return [*drawn, y64, abs64, accuracy.errors(d.feats, y64, abs64).as_dict()]
+    return [*drawn, y64, abs64, asdict(accuracy.errors(d.feats, y64, abs64))]
 
 
 def _sweep(d: Data) -> list[Any]:

@@ -12,7 +12,8 @@ import torch
 
 import voxmma
 from voxmma.ops.formats import DTYPES
-from voxmma.verify.accuracy import ARCHITECTURES, FAMILIES, MAX_PARTS, arch_of, bound
+from voxmma.verify.accuracy import ARCHITECTURES, MAX_PARTS, arch_of, bound
+from voxmma.verify.families import FAMILIES
 
 from emulator import (
     KINDS,

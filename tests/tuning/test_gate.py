@@ -23,7 +23,8 @@ from voxmma.tools import sweep
 from voxmma.tuning import gate
 from voxmma.tuning.gate import judge
 from voxmma.verify import trials
-from voxmma.verify.accuracy import FAMILIES, Bound, Errors, reference_conv
+from voxmma.verify.accuracy import Bound, Errors, reference_conv
+from voxmma.verify.families import FAMILIES
 from voxmma.verify.overflow import Certificate, certificate
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import typer
 
 from voxmma.tools.console import can_draw
 from voxmma.tools.sweep import Grid, run
-from voxmma.verify.accuracy import FAMILIES
+from voxmma.verify.families import FAMILIES
 from voxmma.verify.trials import MODES, OPS
 
 # ---- command line ----------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ from voxmma.dispatch.validation import Check, Verdict, _measuring
 from voxmma.ops.kernels import Tile, accumulator_label, compiled, parse_accumulator
 from voxmma.sparse.tensor import Voxels
 from voxmma.verify import trials
-from voxmma.verify.accuracy import FAMILIES, Bound, Errors
+from voxmma.verify.accuracy import Bound, Errors
+from voxmma.verify.families import FAMILIES
 from voxmma.verify.overflow import Certificate, certificate
 from voxmma.verify.trials import Mode, Site
 

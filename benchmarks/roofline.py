@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from voxmma import _C, torchflags
+from voxmma._surroundings import undisturbed
 from voxmma._timing import Clock
 from voxmma.ops import formats
 
@@ -68,7 +69,7 @@ def _gemm(device: torch.device, dtype: str, size: int) -> float:
     a = torch.randn(size, size, device=device, dtype=torch.float32).to(formats.DTYPES[dtype])
     b = torch.randn(size, size, device=device, dtype=torch.float32).to(formats.DTYPES[dtype])
     out = torch.empty_like(a)
-    with torchflags.undisturbed(), torchflags.preserved():
+    with undisturbed(), torchflags.preserved():
         torchflags.set_tf32(dtype == "tf32")
         return 2 * size**3 / _best(lambda: torch.mm(a, b, out=out), device, 5) / 1e12
 

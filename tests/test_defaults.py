@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 import voxmma
 from voxmma import nn as vnn
-from voxmma import torchflags
 from voxmma.dispatch.selection import card
 from voxmma.export import artefact as export
 from voxmma.export import mapped
@@ -25,7 +24,7 @@ from voxmma.ops import rescale
 from voxmma.ops.kernels import compiled
 from voxmma.precision import policy
 from voxmma.tools import demo, doctor, speedbench
-from voxmma.tuning import gate, tuner
+from voxmma.tuning import gate, machine, tuner
 from voxmma.verify import accuracy, families, shadow, trials
 
 from conftest import random_coords
@@ -218,7 +217,7 @@ def _frozen(d: Data) -> list[Any]:
 
 
 def _checks(d: Data) -> list[Any]:
-    return [doctor._check_convolution(d.device).status, sorted(torchflags.fp32_behaviour(d.device))]
+    return [doctor._check_convolution(d.device).status, sorted(machine.fp32_behaviour(d.device))]
 
 
 CALLS: dict[str, Callable[[Data], list[Any]]] = {

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from voxmma import torchflags
 from voxmma.tools import report
+from voxmma.tuning import machine
 
 needs_tree = pytest.mark.skipif(not torchflags.HAS_TREE, reason="this PyTorch has no fp32_precision tree")
 
@@ -271,7 +272,7 @@ def test_arithmetic_that_contradicts_the_switches_is_found(
 
 
 def test_behaviour_is_measured_not_assumed() -> None:
-    exact = torchflags.fp32_behaviour("cpu")
+    exact = machine.fp32_behaviour("cpu")
     assert set(exact) == {"matmul", "conv"} and max(exact.values()) < 1e-6
 
     class Coarse(torch.overrides.TorchFunctionMode):
@@ -283,7 +284,7 @@ def test_behaviour_is_measured_not_assumed() -> None:
             return func(*args, **(kwargs or {}))
 
     with Coarse():
-        coarse = torchflags.fp32_behaviour("cpu")
+        coarse = machine.fp32_behaviour("cpu")
     assert min(coarse.values()) > report.TF32_ETA
 
 
@@ -294,9 +295,9 @@ def test_tf32_changes_what_a_gpu_computes() -> None:
         pytest.skip("no TF32 below capability 8.0")
     with torchflags.preserved():
         torchflags.set_tf32(False)
-        assert max(torchflags.fp32_behaviour("cuda").values()) < 1e-6
+        assert max(machine.fp32_behaviour("cuda").values()) < 1e-6
         torchflags.set_tf32(True)
-        assert torchflags.fp32_behaviour("cuda")["matmul"] > 1e-5
+        assert machine.fp32_behaviour("cuda")["matmul"] > 1e-5
     assert torchflags.snapshot() == before
 
 

@@ -44,6 +44,7 @@ from torch.utils._pytree import (
 )
 
 from voxmma import torchflags
+from voxmma._surroundings import undisturbed
 from voxmma._version import __version__
 from voxmma.dispatch import settings
 from voxmma.dispatch.selection import plan_call
@@ -238,7 +239,7 @@ class Artefact:
         return tree_map(reunite, tree_unflatten(outputs, self._outputs), is_leaf=_is_voxels)
 
     def _flat(self, *tensors: Any) -> list[Any]:
-        with torch.no_grad(), torchflags.undisturbed():
+        with torch.no_grad(), undisturbed():
             return list(self._run(*tensors))
 
     def check(self) -> Check:
@@ -420,7 +421,7 @@ def _double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-@torchflags.undisturbed()
+@undisturbed()
 def compile_model(
     module: nn.Module,
     inputs: tuple[Any, ...],

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map
 
-from voxmma import torchflags
+from voxmma._surroundings import surroundings
 from voxmma.precision.operators import (
     _CAST_RESULT,
     _F32_INSIDE,
@@ -129,7 +129,7 @@ class PolicyMode(TorchFunctionMode):
                 device, compute.is_half, compute.dtype if compute.is_half else self._before[device][1]
             )
         super().__enter__()
-        torchflags.surroundings.modes.append(self)
+        surroundings.modes.append(self)
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -143,7 +143,7 @@ class PolicyMode(TorchFunctionMode):
 
     def _forget(self) -> None:
         """Leaves the casting and the autocast state to those before it."""
-        modes = torchflags.surroundings.modes
+        modes = surroundings.modes
         if self not in modes:
             return
         place = modes.index(self)
@@ -170,7 +170,7 @@ class PolicyMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.over:
             self._forget()
-        if torchflags.surroundings.modes[-1:] != [self]:
+        if surroundings.modes[-1:] != [self]:
             return func(*args, **kwargs)  # PyTorch asks every mode in turn; the innermost decides
         plan = operand_plan(self.policy, func, args, kwargs)
         dtype = plan.dtype

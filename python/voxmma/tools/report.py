@@ -22,13 +22,14 @@ from rich.console import Group
 from rich.table import Table
 
 from voxmma import torchflags
+from voxmma._surroundings import undisturbed
 from voxmma.dispatch import settings
 from voxmma.tuning import gate, machine
 
 __all__ = ["Recommendation", "apply_journal", "collect", "recommend", "register", "restore_journal", "run"]
 
 JOURNAL_VERSION = 1
-#: Above this, float32 products are not float32 any more (see torchflags.fp32_behaviour).
+#: Above this, float32 products are not float32 any more (see machine.fp32_behaviour).
 TF32_ETA = 5e-6
 #: A gain below this is noise.
 WORTH_IT = 1.03
@@ -65,7 +66,7 @@ def fp16_rate_ratio(device: torch.device) -> tuple[float | None, str]:
         return None, str(error)
 
 
-@torchflags.undisturbed()
+@undisturbed()
 def collect(device: torch.device | None = None) -> dict[str, Any]:
     """Facts about machine and process, as JSON types; measures on ``device`` (default: GPU 0, else CPU)."""
     if device is None:
@@ -92,7 +93,7 @@ def collect(device: torch.device | None = None) -> dict[str, Any]:
         "fp16_rate_ratio_source": how,
         "fp32": {op: torchflags.effective_fp32_precision(op) for op in ("matmul", "conv", "rnn")},
         "fp32_cpu": {op: torchflags.effective_fp32_precision(op, "cpu") for op in ("matmul", "conv", "rnn")},
-        "fp32_eta": torchflags.fp32_behaviour(device),
+        "fp32_eta": machine.fp32_behaviour(device),
         "voxmma_fp16_accum": settings.get_fp16_accum(),
     }
 

@@ -40,6 +40,7 @@ from voxmma.tuning import machine
 
 import peers
 import roofline
+from peer_problem import prepared
 
 CHANNELS = (32, 64, 128)
 WINDOWS = ((2, 2), (3, 2))  # kernel size, stride
@@ -358,7 +359,7 @@ def main(arguments: list[str] | None = None) -> int:
         on_gpu = device.type == "cuda"
         clock = Clock(device, (30 if on_gpu else 3) if given.repeats is None else given.repeats)
         loaded = bench.load_scenes(given.scene or ["surface", "lidar"], device)
-        scenes = {name: peers.prepared(coords) for name, coords in loaded.items()}
+        scenes = {name: prepared(coords) for name, coords in loaded.items()}
         if empty := [name for name, coords in scenes.items() if not len(coords)]:
             raise ValueError(f"{empty[0]} has no voxels")
     except (typer.BadParameter, ValueError, OSError) as error:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 import yaml
 from typer.testing import CliRunner
 
 import voxmma
 from voxmma import torchflags
 from voxmma.tools import cli, speedbench
+from voxmma.tools.cli import app
 from voxmma.tools.speedbench import ConfigError, load
 
 
@@ -164,19 +164,7 @@ def test_switches_hold_during_a_turn_only() -> None:
         assert torchflags.effective_fp32_precision("conv") == "ieee"
 
 
-@pytest.fixture
-def command() -> typer.Typer:
-    app = typer.Typer()
-    speedbench.register(app)
-
-    @app.command()
-    def other() -> None:
-        """A second command, so that groups keep their names."""
-
-    return app
-
-
-def test_the_command(command: typer.Typer, tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path) -> None:
     path, out = tmp_path / "speed.yaml", tmp_path / "speed.json"
     path.write_text(
         yaml.safe_dump(
@@ -184,7 +172,7 @@ def test_the_command(command: typer.Typer, tmp_path: Path) -> None:
         )
     )
     done = CliRunner().invoke(
-        command, ["bench", "run", "--config", str(path), "--paranoid", "--json", "--out", str(out)]
+        app, ["bench", "run", "--config", str(path), "--paranoid", "--json", "--out", str(out)]
     )
     assert done.exit_code == 0, done.output
     assert [row["variant"] for row in json.loads(done.stdout)["rows"]] == ["baseline", "b"]
@@ -214,20 +202,12 @@ def test_a_configuration_needs_no_subcommand(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_exit_codes(command: typer.Typer, tmp_path: Path, text: str, code: int, message: str) -> None:
+def test_exit_codes(tmp_path: Path, text: str, code: int, message: str) -> None:
     if code == 2 and "cuda" in text and torch.cuda.is_available():
         pytest.skip("this machine has the device")
     path = tmp_path / "speed.yaml"
     path.write_text(text)
-    done = CliRunner().invoke(command, ["bench", "run", "--config", str(path)])
+    done = CliRunner().invoke(app, ["bench", "run", "--config", str(path)])
     assert done.exit_code == code, done.output
     assert message in done.output
-    assert CliRunner().invoke(command, ["bench", "run", "--config", str(tmp_path / "none")]).exit_code == 2
-
-
-def test_run_joins_the_bench_commands_that_are_there() -> None:
-    app, bench = typer.Typer(), typer.Typer()
-    app.add_typer(bench, name="bench")
-    speedbench.register(app)
-    assert len(app.registered_groups) == 1
-    assert [c.name for c in bench.registered_commands] == ["run"]
+    assert CliRunner().invoke(app, ["bench", "run", "--config", str(tmp_path / "none")]).exit_code == 2

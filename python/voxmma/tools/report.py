@@ -24,9 +24,8 @@ from rich.table import Table
 from voxmma import torchflags
 from voxmma._surroundings import undisturbed
 from voxmma.dispatch import settings
+from voxmma.tools.console import Json, show
 from voxmma.tuning import gate, machine
-
-__all__ = ["Recommendation", "apply_journal", "collect", "recommend", "register", "restore_journal", "run"]
 
 JOURNAL_VERSION = 1
 #: Above this, float32 products are not float32 any more (see machine.fp32_behaviour).
@@ -378,34 +377,24 @@ def render(result: Mapping[str, Any]) -> Group:
     return Group(*parts)
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command to the application."""
+def report_command(
+    apply: Annotated[bool, typer.Option("--apply", help="Set what is recommended, in this process.")] = False,
+    restore: Annotated[bool, typer.Option("--restore", help="Put back what was there before.")] = False,
+    journal: Annotated[Path | None, typer.Option(help="Journal file; default: in the cache folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what precision PyTorch runs in here and what to set for speed; apply it, and undo it exactly.
 
-    @app.command()
-    def report(
-        apply: Annotated[
-            bool, typer.Option("--apply", help="Set what is recommended, in this process.")
-        ] = False,
-        restore: Annotated[bool, typer.Option("--restore", help="Put back what was there before.")] = False,
-        journal: Annotated[
-            Path | None, typer.Option(help="Journal file; default: in the cache folder.")
-        ] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    ) -> None:
-        """Say what precision PyTorch runs in here and what to set for speed; apply it, and undo it exactly.
-
-        Exit code 1 if the restored state differs or arithmetic is not what the switches say, 2 for a bad
-        journal.
-        """
-        from voxmma.tools.console import show
-
-        try:
-            result, good = run(apply, restore, journal)
-        except JournalError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(2) from None
-        show(result, render(result), as_json)
-        if not good:
-            for line in result["problems"]:
-                typer.echo(line, err=True)
-            raise typer.Exit(1)
+    Exit code 1 if the restored state differs or arithmetic is not what the switches say, 2 for a bad
+    journal.
+    """
+    try:
+        result, good = run(apply, restore, journal)
+    except JournalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    show(result, render(result), as_json)
+    if not good:
+        for line in result["problems"]:
+            typer.echo(line, err=True)
+        raise typer.Exit(1)

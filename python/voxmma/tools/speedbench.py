@@ -35,10 +35,9 @@ from voxmma.models.blocks import conv_norm
 from voxmma.nn.functional import cat
 from voxmma.precision.policy import PrecisionPolicy
 from voxmma.sparse.tensor import Voxels
+from voxmma.tools.console import Json, progress, show
 from voxmma.tuning import machine
 from voxmma.verify import accuracy
-
-__all__ = ["Config", "ConfigError", "Variant", "load", "register", "render", "run"]
 
 
 class ConfigError(ValueError):
@@ -552,18 +551,6 @@ def render(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def register(app: typer.Typer) -> None:
-    """Adds ``run`` to the ``bench`` commands of the application."""
-    groups = [group.typer_instance for group in app.registered_groups if group.name == "bench"]
-    if groups and groups[0] is not None:
-        bench = groups[0]
-    else:
-        bench = typer.Typer(help="Times and errors on this machine.")
-        app.add_typer(bench, name="bench")
-
-    bench.command("run")(command)
-
-
 _CONFIG = typer.Option(help="YAML file; the keys are in the guide, page Benchmarks.")
 
 
@@ -573,14 +560,12 @@ def command(
         bool, typer.Option("--paranoid", help="Wait after every step, check switches after every turn.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Time whole networks under the precision settings of a file, each with its error against float64.
 
     Exit code 1 if a variant failed or the switches of PyTorch are not as before, 2 for a bad file.
     """
-    from voxmma.tools.console import progress, show
-
     try:
         wanted = load(config.read_text())
         with progress(len(wanted.workloads) * wanted.rounds) as advance:

@@ -17,6 +17,8 @@ from voxmma.ops.kernels import parse_accumulator
 from voxmma.sparse.maps import kernel_map
 from voxmma.sparse.tensor import Voxels
 from voxmma.tools import bench
+from voxmma.tools.compile import _factory
+from voxmma.tools.console import Json, progress, show
 from voxmma.tuning.tuner import OPS, Case, _distinct, _name, cases_of, tune
 
 # ---- command line ------------------------------------------------------------------------------------------
@@ -55,11 +57,6 @@ def cases_on(
     return made
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `voxmma tune` to the command line."""
-    app.command("tune")(tune_command)
-
-
 def tune_command(
     model: Annotated[
         str | None, typer.Argument(help="FILE.py:function that returns (module, example inputs).")
@@ -89,16 +86,13 @@ def tune_command(
     save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the measurements.")] = True,
     show_kept: Annotated[bool, typer.Option("--list", help="Only show what is kept for this card.")] = False,
     forget: Annotated[bool, typer.Option("--forget", help="Only delete all measurements.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure which tile is fastest, for a model or a list of shapes, and keep it for the selector.
 
     Without a model and options: 3x3x3 and strided layers of 16 to 256 channels on a generated surface.
     Exit code 1: the measurements could not be kept.
     """
-    from voxmma.tools import console
-    from voxmma.tools.compile import _factory
-
     if forget:
         try:
             count = measurements.forget()
@@ -113,7 +107,7 @@ def tune_command(
             {**one["key"], "ms": one["ms"], "at": one.get("at"), "by": one.get("by")}
             for one in measurements.table(target).bodies.values()
         ]
-        console.show(kept, _kept_table(kept, target), as_json)
+        show(kept, _kept_table(kept, target), as_json)
         return
     try:
         if model is not None:
@@ -142,12 +136,12 @@ def tune_command(
                 )
             ]
         wanted = tuple(ops.split(","))
-        with console.progress(len(_distinct(work, wanted)[0])) as advance, warnings.catch_warnings():
+        with progress(len(_distinct(work, wanted)[0])) as advance, warnings.catch_warnings():
             warnings.simplefilter("ignore" if as_json else "default")
             report = tune(work, ops=wanted, repeats=repeats, save=save, advance=advance)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    console.show(report.as_dict(), report, as_json)
+    show(report.as_dict(), report, as_json)
     if report.problem:
         typer.echo(report.problem, err=True)
         raise typer.Exit(1)

@@ -100,7 +100,8 @@ def result() -> dict[str, Any]:
     torch.manual_seed(0)
     before = torchflags.snapshot(), voxmma.settings.snapshot()
     seen: list[str] = []
-    found = speedbench.run(load(FULL), paranoid=True, advance=seen.append)
+    eager = FULL.replace("{enabled: on,", "{enabled: off,")
+    found = speedbench.run(load(eager), paranoid=True, advance=seen.append)
     assert (torchflags.snapshot(), voxmma.settings.snapshot()) == before
     assert len(seen) == 4 * 2
     json.dumps(found)
@@ -124,6 +125,16 @@ def test_every_row_has_time_spread_and_error(result: dict[str, Any]) -> None:
         assert half["precision"] == "fp16" and half["settings"]["optimizer"]["fused"] is True
     table = speedbench.render(result)
     assert table.row_count == 12
+
+
+def test_a_compiled_variant_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[dict[str, Any]] = []
+    honest = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **how: (called.append(how), honest(model, **how))[1])
+    short = FULL.replace("[mlp, transformer, classifier, sparse_unet]", "[mlp]")
+    brain = speedbench.run(load(short))["rows"][2]
+    assert brain["precision"] == "bf16" and 1e-4 < brain["out_rel_l2"] < 1e-1 and brain["grad_rel_l2"] < 0.3
+    assert [(how["backend"], how["dynamic"], how["fullgraph"]) for how in called] == [("eager", False, False)]
 
 
 def test_inference_and_the_fp16_accumulator_reach_the_sparse_layers() -> None:

@@ -327,6 +327,19 @@ def test_unreadable_and_unwritable_records_are_no_error(
         validation.keep(decide(), CPU)
 
 
+def test_fault_63_a_refusal_after_a_cut_line_counts(
+    cache: Path, owners: Callable[[store.Owner | None], None]
+) -> None:
+    """Joined to the cut line it would be lost, and the permission before it would stand."""
+    validation.keep(decide(), CPU)
+    with cache.open("ab") as file:
+        file.write(cache.read_bytes()[:30])  # its writer was killed
+    refused = validation.Verdict("tile", False, (validation.Check("bound", False, "d"),))
+    validation.keep(refused, CPU)
+    with pytest.warns(UserWarning, match="1 damaged line"):
+        assert validation.on_record("tile", CPU) == refused
+
+
 def test_times_and_verdicts_share_a_file(cache: Path, owners: Callable[[store.Owner | None], None]) -> None:
     """Deleting measurements leaves verdicts; either kind is read without the other."""
     key = measurements.Key("fwd", "fp16", "fp32", 64, 64, 1, 27, "ieee")

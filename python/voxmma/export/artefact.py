@@ -52,6 +52,7 @@ from voxmma.export import aot, archive
 from voxmma.export.frozen import ArtefactError, _freeze
 from voxmma.export.mapped import Layout, MappedVoxels, variable_sizes, with_maps
 from voxmma.nn.modules.sparse_conv import SparseConv3d
+from voxmma.ops.formats import DTYPES, FORMATS
 from voxmma.precision import policy_graph
 from voxmma.precision.operators import OpKind, kind_of
 from voxmma.precision.policy import (
@@ -74,7 +75,7 @@ _PACKAGE = "voxmma/aot.pt2"  # in the archive, beside what torch.export writes
 
 
 # ---------------------------------------------------------------- how far off it may be
-_UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+_UNIT = {DTYPES[name]: FORMATS[name].unit for name in ("fp16", "bf16", "fp32")}
 
 
 def _product_bound(node: fx.Node, args: Sequence[Any]) -> tuple[float, bool]:

@@ -43,6 +43,9 @@ FORMATS: dict[str, Format] = {
     "fp64": Format("fp64", 53, -1022, torch.finfo(torch.float64).max),
 }
 
+#: The dtype that holds a format's values, by its name; 'tf32' is held in fp32.
+DTYPES = {**{name: dtype for dtype, name in DTYPE_NAMES.items()}, "tf32": torch.float32}
+
 
 def format_name(dtype: torch.dtype | str) -> str:
     """'fp16', 'bf16', 'tf32', 'fp32' or 'fp64' of a torch dtype (or of such a name itself).
@@ -71,7 +74,7 @@ def quantise(t: Tensor, dtype: torch.dtype | str) -> Tensor:
     name = format_name(dtype)
     if name == "tf32":
         return round_tf32(t.float())
-    return t.to({v: k for k, v in DTYPE_NAMES.items()}[name])
+    return t.to(DTYPES[name])
 
 
 def largest_finite(t: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from voxmma import torchflags
+from voxmma import _surroundings, torchflags
 from voxmma._types import Triple, as_tensor, integer, positive
 from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
@@ -275,7 +275,7 @@ class Engine:
                     self._capture(made)
         return made
 
-    @torchflags.undisturbed()
+    @_surroundings.undisturbed()
     def _run(self, made: _Instance) -> None:
         made.env = self._program.run(made.inputs, made.capacities, made.rooms)
         reports = [self._program.value(made.env, report.status) for report in self._program.reports]

@@ -120,7 +120,7 @@ def test_fault_57_one_graph_for_every_scene(device: torch.device, backend: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(TORCH < (2, 11), reason="torch before 2.11 cannot decide a call for a size that varies")
+@pytest.mark.skipif(TORCH < (2, 12), reason="torch before 2.12 cannot decide a call for a size that varies")
 def test_fault_57_records_are_not_traced(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def derive_coords(
     dilation: Sequence[int],
     padding: Sequence[int],
     to_children: bool,
+    shape: Sequence[int],
     bounds: Sequence[int],
     piece: int,
     limit: int,
@@ -77,6 +78,7 @@ def derive_sized(
     dilation: Sequence[int],
     padding: Sequence[int],
     to_children: bool,
+    shape: Sequence[int],
     bounds: Sequence[int],
     capacity: int,
     status: Tensor,
@@ -190,6 +192,22 @@ class PreparedConv:
         out_dtype: dtype | None,
     ) -> None: ...
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def fused(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor | None,
+        eps: float,
+        residual: Tensor | None,
+        activation: str,
+        slope: float,
+        out: Tensor | None,
+    ) -> Tensor:
+        """torch.ops.voxmma.conv_fused, or conv_fused_into where there is an `out`, which is returned."""
 
 def operand_facts(x: Tensor, weight: Tensor, bias: Tensor | None) -> bytes | None:
     """Types and shapes of the operands, autocast, inference mode; None where they are on several devices."""
@@ -205,6 +223,25 @@ def check_conv(
     out_dtype: dtype | None,
 ) -> tuple[int, int, int, int]:
     """Raises what the CUDA op would; returns (kernel volume, groups, C_in / groups, C_out / groups)."""
+
+def check_fused(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    map: list[Tensor],
+    n_out: int,
+    transpose: bool,
+    accumulator: str,
+    out_dtype: dtype | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    out: Tensor | None,
+) -> None:
+    """Raises what the CUDA op would."""
 
 def check_wgrad(
     x: Tensor,

@@ -181,7 +181,7 @@ def test_output_sets_and_maps_are_those_of_the_rows(
         expected = find(exact, geometry)
         source = sized_set(coords, len(coords) + more, device, bounds)
         status, read = status_of(device)
-        made = derive_sized(source, geometry, to_children, expected.num + more, status)
+        made = derive_sized(source, derive.Derived(geometry, to_children, None), expected.num + more, status)
         assert read()[:2] == [expected.num, 0]
         check_set(made, expected)
         fine, coarse = (
@@ -248,7 +248,7 @@ def test_a_captured_graph_serves_every_frame(device: torch.device) -> None:
             maps = [plan_sized(level, level, SAME, False, room(SAME, level, level), next(status))]
             finer = level
             if capacity is not None:
-                level = derive_sized(finer, down, False, capacity, next(status))
+                level = derive_sized(finer, derive.Derived(down, False, None), capacity, next(status))
                 maps.append(plan_sized(finer, level, down, False, room(down, finer, level), next(status)))
             levels.append((finer, maps))
         return levels
@@ -391,7 +391,9 @@ def test_bad_rows_are_told_and_are_nobodys_neighbours(device: torch.device, extr
         mapped = torch.where(expected >= 0, kept[expected.clamp(min=0).long()], -1)
         assert torch.equal(table[:, good], mapped)
         for geometry, to_children in GEOMETRIES.values():
-            derived = derive_sized(made, geometry, to_children, 80_000, status_of(device)[0])
+            derived = derive_sized(
+                made, derive.Derived(geometry, to_children, None), 80_000, status_of(device)[0]
+            )
             assert 0 < derived.count.item() <= 80_000
             plan(derived, derived, SAME, False)
 
@@ -422,7 +424,9 @@ def test_counts_are_clamped_and_told(device: torch.device, given: int, taken: in
     assert read() == [given, -1, -1]
     tensors, read = plan(made, made, SAME, False)
     assert read()[2] == (kernel_map(CoordSet(coords), 3).num_pairs if taken else 0)
-    derived = derive_sized(made, GEOMETRIES["k2s2"][0], False, 3600, status_of(device)[0])
+    derived = derive_sized(
+        made, derive.Derived(GEOMETRIES["k2s2"][0], False, None), 3600, status_of(device)[0]
+    )
     expected = derive.windows(CoordSet(coords[:taken]), GEOMETRIES["k2s2"][0])
     assert derived.count.tolist() == [expected.num]
     assert torch.equal(derived.coords[: expected.num].cpu(), expected.coords)
@@ -439,12 +443,12 @@ def test_a_set_without_room_is_empty_and_tells_its_need(
     need = derive.windows(CoordSet(coords), geometry).num
     source = sized_set(coords, 8000, device, bounds)
     status, read = status_of(device)
-    made = derive_sized(source, geometry, False, need - short, status)
+    made = derive_sized(source, derive.Derived(geometry, False, None), need - short, status)
     sites, outside, _ = read()
     assert outside == 0 and (sites > need - short if short and bounds == FAR else sites == need)
     assert made.count.tolist() == [0 if short else need]
     status, read = status_of(device)
-    below = derive_sized(made, geometry, False, 100 if short else 8000, status)
+    below = derive_sized(made, derive.Derived(geometry, False, None), 100 if short else 8000, status)
     assert (read()[0] == 0) == bool(short) and (below.count.item() == 0) == bool(short)
     tensors, read = plan(source, made, geometry, False)
     assert (read()[2] == 0) == bool(short)
@@ -498,7 +502,7 @@ def test_sites_outside_the_range_are_told(device: torch.device) -> None:
     source = index_sized(*padded(coords, 10, device), bounds, status)
     geometry = Geometry((3, 1, 1), (1, 1, 1), (1, 1, 1), (1, 0, 0))
     status, read = status_of(device)
-    made = derive_sized(source, geometry, True, 100, status)
+    made = derive_sized(source, derive.Derived(geometry, True, None), 100, status)
     sites, outside, _ = read()
     assert outside != 0 and sites == 5 and made.count.tolist() == [5]
 
@@ -518,7 +522,7 @@ def test_bindings_refuse_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="pass_capacity"):
         plan_sized(made, made, SAME, False, (-1, 5), status)
     with pytest.raises(ValueError, match="capacity"):
-        derive_sized(made, GEOMETRIES["k2s2"][0], False, -1, status)
+        derive_sized(made, derive.Derived(GEOMETRIES["k2s2"][0], False, None), -1, status)
 
 
 @pytest.mark.gpu
@@ -532,7 +536,7 @@ def test_nothing_is_read_back() -> None:
     try:
         made = index_sized(*args, BOUNDS, status)
         for geometry, to_children in GEOMETRIES.values():
-            derived = derive_sized(made, geometry, to_children, 20_000, status)
+            derived = derive_sized(made, derive.Derived(geometry, to_children, None), 20_000, status)
             for reverse, (inputs, outputs) in itertools.product((False, True), ((made, derived),)):
                 plan(inputs, outputs, geometry, reverse)
     finally:

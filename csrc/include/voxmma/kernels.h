@@ -90,6 +90,18 @@ constexpr bool in_wgmma_span(int64_t rows, int64_t row_bytes) {
 static_assert(in_wgmma_span(8388608, 8192) && !in_wgmma_span(8388609, 8192) && in_wgmma_span(8388609, 8176));
 static_assert(in_wgmma_span(1, INT64_MAX) && in_wgmma_span(INT32_MAX, 32) && !in_wgmma_span(INT32_MAX, 48));
 
+enum class Activation : int { none = 0, relu = 1, leaky_relu = 2, silu = 3, gelu = 4 };  // gelu: with erf
+
+// What an fprop kernel does to a sum besides adding the bias, in the type of its sums (fp32, of fp64 kernels fp64) and
+// before the one rounding: y = activation(scale * sum + bias + residual).
+struct Epilogue {
+  const void* scale;     // (groups * c_out) in the type of the sums, 16-byte aligned; null: 1
+  const void* residual;  // (n_out, ldr) of out_dtype, must not overlap `out`; null: none
+  int64_t ldr;
+  Activation activation;
+  float slope;  // of leaky_relu
+};
+
 // Arguments of one launch. Channels are per group; strides are in elements.
 struct ConvArgs {
   PlanView plan;
@@ -99,8 +111,10 @@ struct ConvArgs {
   const void* b;         // fprop: packed weight image (pack_weight). wgrad: dy (n_out, ldb), aligned as `a`
   int64_t ldb, b_group;  // wgrad only
   RawWeights raw;        // fprop
-  const float* bias;     // fprop: (groups * c_out) fp32 or null
-  void* out;             // fprop: y (n_out, ldo). wgrad: dW (K, groups, c_in, c_out) contiguous
+  const void* bias;      // fprop: (groups * c_out) in the type of the sums, 16-byte aligned, or null
+  Epilogue epilogue;     // fprop
+  void* out;             // fprop: y (n_out, ldo), columns of a wider tensor too. wgrad: dW (K, groups, c_in, c_out)
+                         // contiguous
   int64_t ldo;           // fprop: row stride of y; group g writes channels g * c_out ...
   DType out_dtype;       // the input type or f32 (f64 for f64 input)
   int c_in, c_out, groups;
@@ -119,6 +133,25 @@ struct KernelEntry {
 const std::vector<KernelEntry>& kernel_table();
 const KernelEntry* find_kernel(const char* name);
 
+// Numbers of every output channel, (groups * c_out,) contiguous of `dtype`.
+struct PerChannel {
+  const void* values;  // null: the default
+  DType dtype;
+};
+// What becomes ConvArgs::bias and Epilogue::scale: sum -> (sum + bias - mean) / sqrt(var + eps) * scale + shift, which is
+// a batch norm behind a convolution with bias, as one factor and one summand, made in fp64 and rounded once.
+struct Channels {
+  PerChannel bias, mean, shift;  // default 0
+  PerChannel scale;              // default 1
+  PerChannel var;                // default: nothing is divided by
+  double eps;
+  DType sums;              // f32, of fp64 kernels f64
+  void *summand, *factor;  // (groups * c_out) of `sums`; null: not written
+};
+
+// Rows of a launch without inputs: y of ConvArgs where every sum is 0. `sums` as in Channels.
+cudaError_t store_zero_sums(const ConvArgs&, DType sums, cudaStream_t);
+
 // Weight image for fprop kernels with channel block n (= config.n) and channel chunk k (= config.k):
 // image[g][nb][offset][chunk][n rows][k columns], K-major (row = output channel), in `input` type, zero padded,
 // the 16-byte pieces of a row of R bytes xor-swizzled: R = 128: piece ^ (row & 7), R = 64: piece ^ ((row >> 1) & 3),
@@ -133,13 +166,11 @@ struct PackArgs {
   void* image;
   uint8_t* flags;  // [pack_flag_bytes], what RawWeights::flags takes
   int kernel_volume, groups;
-  int c_in, c_out;   // of the convolution that will run (after transposition)
-  bool transpose;    // weight is stored (K, groups, c_out, c_in): dgrad
-  bool mirror;       // image offset k takes weight offset K-1-k: dgrad of a symmetric map
-  int n, k;          // config.n, config.k
-  const void* bias;  // (groups * c_out,) contiguous of `bias_dtype`, or null: no bias32 is written
-  DType bias_dtype;
-  float* bias32;  // what ConvArgs::bias takes
+  int c_in, c_out;  // of the convolution that will run (after transposition)
+  bool transpose;   // weight is stored (K, groups, c_out, c_in): dgrad
+  bool mirror;      // image offset k takes weight offset K-1-k: dgrad of a symmetric map
+  int n, k;         // config.n, config.k
+  Channels channels;
 };
 size_t packed_weight_bytes(const PackArgs&);
 int pack_flag_bytes(const PackArgs&);
@@ -256,6 +287,7 @@ struct ExpandArgs {
   int64_t n;  // (n, 4) rows of this piece
   int size[3], stride[3], dilation[3], padding[3];
   bool to_children;
+  int shape[3];  // sites outside of [0, shape) are none; 0: no border
   CoordBox box;  // around all packable sites
   // Number of all rows, of which this piece's first one is row `begin`; bounds of the rows, smallest and largest, and
   // those of the sites, to be written.

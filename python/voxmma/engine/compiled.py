@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from voxmma import torchflags
-from voxmma._types import as_tensor, integer, positive
+from voxmma._types import Triple, as_tensor, integer, positive
 from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
 from voxmma.engine.record import (
@@ -85,7 +85,8 @@ class Input:
     dtype: torch.dtype
     root: int = -1
     batch_size: int = 0
-    stride: tuple[int, int, int] = (1, 1, 1)
+    stride: Triple = (1, 1, 1)
+    spatial_shape: Triple | None = None
 
     @property
     def sparse(self) -> bool:
@@ -96,7 +97,9 @@ def _described(leaves: Sequence[Any]) -> list[Input]:
     found, roots = [], 0
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Voxels):
-            found.append(Input((leaf.channels,), leaf.dtype, roots, leaf.batch_size, leaf.stride))
+            found.append(
+                Input((leaf.channels,), leaf.dtype, roots, leaf.batch_size, leaf.stride, leaf.spatial_shape)
+            )
             roots += 1
         elif isinstance(leaf, Tensor):
             found.append(Input(tuple(leaf.shape), leaf.dtype))
@@ -119,6 +122,20 @@ def _wide_bounds(bounds: Bounds, batch_size: int) -> Bounds:
         low.append(max(bounds[axis] - room, COORD_MIN))
         high.append(min(bounds[4 + axis] + room, COORD_MAX))
     return (*low, *high)
+
+
+def _wanted_bounds(
+    bounds: Sequence[int] | None, box: Bounds, batch_size: int, spatial_shape: Triple | None
+) -> Bounds:
+    """What the caller gave, else around `box`; within the grid, if there is one."""
+    made = _wide_bounds(box, batch_size) if bounds is None else _check_bounds(bounds, batch_size)
+    if spatial_shape is None:
+        return made
+    least = [max(value, 0) for value in made[1:4]]
+    most = [min(value, size - 1) for value, size in zip(made[5:], spatial_shape, strict=True)]
+    if any(a > b for a, b in zip(least, most, strict=True)):
+        raise ValueError(f"bounds {bounds} lie outside of spatial_shape {spatial_shape}")
+    return (made[0], *least, made[4], *most)
 
 
 def _check_bounds(bounds: Sequence[int], batch_size: int) -> Bounds:
@@ -206,10 +223,10 @@ class Engine:
         """Accumulator, tile and dtype of every sparse convolution, in order, as they were frozen."""
         found = []
         for step in self._program.steps:
-            if step.func._schema.name in ("voxmma::conv", "voxmma::conv_rescaled"):
-                found.append(
-                    {"op": step.func._schema.name, "accumulator": step.args[8], "tile": step.args[9]}
-                )
+            schema = step.func._schema
+            if schema.name in ("voxmma::conv", "voxmma::conv_fused", "voxmma::conv_rescaled"):
+                given = dict(zip((argument.name for argument in schema.arguments), step.args, strict=False))
+                found.append({"op": schema.name, "accumulator": given["accumulator"], "tile": given["tile"]})
         return found
 
     @property
@@ -327,6 +344,12 @@ class Engine:
                     raise ValueError(
                         f"{name} has {leaf.batch_size} samples, the engine takes {given.batch_size}"
                     )
+                if leaf.spatial_shape != given.spatial_shape:
+                    raise ValueError(
+                        f"{name} has spatial_shape {leaf.spatial_shape}, the engine takes {given.spatial_shape}"
+                    )
+                if leaf.coord_set.repeated is not None:
+                    raise ValueError(f"{name} has repeated rows: an engine takes distinct voxels")
                 made: Any = (leaf.coords, leaf.feats, leaf.batch_size, leaf.coord_set)
             elif isinstance(leaf, tuple) and len(leaf) == 2:
                 made = (as_tensor(leaf[0], "coords"), as_tensor(leaf[1], "feats"), given.batch_size, None)
@@ -636,6 +659,7 @@ class Result:
         engine, program = self._engine, self._engine._program
         sets: dict[int, CoordSet] = {}
         batches = [leaf[2] for given, leaf in zip(engine._inputs, self._frame, strict=True) if given.sparse]
+        grids = [given.spatial_shape for given in engine._inputs if given.sparse]
         for given, leaf in zip(engine._inputs, self._frame, strict=True):
             if given.sparse and leaf[3] is not None:
                 sets[engine._root(given)] = leaf[3]
@@ -646,7 +670,10 @@ class Result:
                 if out.level not in sets:
                     level = program.levels[out.level]
                     sets[out.level] = CoordSet.trusted(
-                        made[0][:rows].contiguous(), batches[level.path[0]], level.bounds
+                        made[0][:rows].contiguous(),
+                        batches[level.path[0]],
+                        level.bounds,
+                        level.path[-1].shape if len(level.path) > 1 else grids[level.path[0]],
                     )
                 leaves.append(Voxels._make(sets[out.level], made[1][:rows], out.stride, out.record))
             elif isinstance(out, TensorOut) and out.level >= 0:
@@ -724,7 +751,8 @@ def compile(
             found = [_box(root) for root in roots]
             boxes = found if not number else [_around(a, b) for a, b in zip(boxes, found, strict=True)]
         wanted = [
-            _wide_bounds(box, batch) if bounds is None else _check_bounds(bounds, batch) for box in boxes
+            _wanted_bounds(bounds, box, batch, one.spatial_shape)
+            for box, one in zip(boxes, (one for one in given if one.sparse), strict=True)
         ]
         roots_need = [needs[(number,)] for number in range(len(boxes))]
         first = capacity if capacity is not None else math.ceil(MARGIN * max(*roots_need, _LEAST))
@@ -773,7 +801,7 @@ def _fresh(leaf: Any) -> Any:
         return leaf.detach().clone()
     if leaf.coord_set.finer is not None:
         raise ValueError("the input was made by a strided layer: compile from what it was made from")
-    copied = CoordSet.trusted(leaf.coords, leaf.batch_size)
+    copied = CoordSet.trusted(leaf.coords, leaf.batch_size, spatial_shape=leaf.spatial_shape)
     copied._index = replace(leaf.coord_set._index, segments=None)
     return Voxels._make(copied, leaf.feats.detach().clone(), leaf.stride)
 
@@ -798,8 +826,9 @@ def _capacities(needs: Mapping[Path, int], first: int, boxes: Sequence[Bounds]) 
         if len(path) == 1:
             found[path], bounds[path] = first, boxes[path[0]]
             continue
-        above, (geometry, to_children) = path[:-1], path[-1]
-        bounds[path] = box = reach(bounds[above], geometry, to_children)
+        above, key = path[:-1], path[-1]
+        geometry, to_children, _ = key
+        bounds[path] = box = reach(bounds[above], *key)
         share = needs[path] / max(needs[path[:1]], 1)
         wanted = max(math.ceil(first * share * MARGIN), _LEAST)
         tight = not to_children and geometry.kernel_size == geometry.stride and geometry.dilation == (1, 1, 1)
@@ -856,7 +885,9 @@ def _record(
                 if check_finite:
                     recorder.report("finite", one.root, torch.ops.voxmma.sized_finite(buffers[1], count))
             parts = (buffers[0], count, *index)
-            made = NetworkSet.make(recorder, level, parts, one.batch_size, bounds[one.root])
+            made = NetworkSet.make(
+                recorder, level, parts, one.batch_size, bounds[one.root], one.spatial_shape
+            )
             filled.append(Voxels._make(made, buffers[1], one.stride))
         with recorder:
             out = model(*pytree.tree_unflatten(filled, spec))

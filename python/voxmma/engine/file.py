@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from voxmma._extension import _C
+from voxmma._types import Triple
 from voxmma._version import __version__
 from voxmma.engine import ops as _ops  # noqa: F401  defines the operators
 from voxmma.engine.compiled import Engine, Input
@@ -37,6 +38,7 @@ from voxmma.engine.record import (
     TensorOut,
     VoxelsOut,
 )
+from voxmma.sparse.derive import Derived
 from voxmma.sparse.maps import Geometry
 
 _FORMAT = 1
@@ -158,8 +160,7 @@ def save(engine: Engine, path: str | Path) -> None:
 def _path(level: Level) -> Iterator[Any]:
     first, *rest = level.path
     yield first
-    for geometry, to_children in rest:
-        yield [geometry, to_children]
+    yield from (list(step) for step in rest)
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -234,6 +235,14 @@ def _tensor(
     return laid.permute([axes.index(dim) for dim in range(len(shape))]).to(device)
 
 
+def _triple(shape: list[int] | None) -> Triple | None:
+    return None if shape is None else (shape[0], shape[1], shape[2])
+
+
+def _derived(geometry: Any, to_children: bool, shape: list[int] | None) -> Derived:
+    return Derived(_geometry(geometry), bool(to_children), _triple(shape))
+
+
 def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
     """Reads an engine that `Engine.save` wrote; runs no code that the file brings along.
 
@@ -272,7 +281,7 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
                 for number, (dtype, shape, axes, place) in enumerate(head["tensors"])
             ]
         levels = [
-            Level((steps[0], *((_geometry(g), down) for g, down in steps[1:])), parent, tuple(bounds))
+            Level((steps[0], *(_derived(*step) for step in steps[1:])), parent, tuple(bounds))
             for steps, parent, bounds in head["levels"]
         ]
         program = Program(
@@ -302,6 +311,7 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
                 given["root"],
                 given["batch_size"],
                 tuple(given["stride"]),
+                _triple(given["spatial_shape"]),
             )
             for given in head["inputs"]
         ]

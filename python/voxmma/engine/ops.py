@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from voxmma.sparse import segments, sized
+from voxmma.sparse.derive import Derived
 from voxmma.sparse.maps import Geometry
 from voxmma.sparse.sized import SizedSet
 
@@ -19,7 +20,8 @@ _SET = "Tensor {0}coords, Tensor {0}count, Tensor {0}inner, Tensor {0}first, Ten
 _SCHEMAS = (
     "sized_index(Tensor coords, Tensor count, int[] bounds)"
     " -> (Tensor inner, Tensor first, Tensor second, Tensor status)",
-    f"sized_sites({_SET.format('')}, int[] bounds, int[] geometry, bool to_children, int capacity)"
+    f"sized_sites({_SET.format('')}, int[] bounds, int[] geometry, bool to_children,"
+    " int[] shape, int capacity)"
     f" -> ({_SET.format('')}, Tensor status)",
     f"sized_map({_SET.format('in_')}, {_SET.format('out_')}, int[] geometry, bool reverse, float room)"
     " -> (Tensor[] map, Tensor status)",
@@ -72,11 +74,14 @@ def _sites(
     bounds: list[int],
     geometry: list[int],
     to_children: bool,
+    shape: list[int],
     capacity: int,
 ) -> tuple[Tensor, ...]:
     status = _status(coords)
     source = SizedSet(coords, count, inner, (first, second), tuple(bounds))
-    made = sized.derive_sized(source, _geometry(geometry), to_children, capacity, status)
+    x, y, z = shape or (0, 0, 0)
+    key = Derived(_geometry(geometry), to_children, (x, y, z) if shape else None)
+    made = sized.derive_sized(source, key, capacity, status)
     return made.coords, made.count, made.inner, *made.index, status
 
 

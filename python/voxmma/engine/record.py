@@ -28,11 +28,12 @@ from voxmma.engine import rules
 from voxmma.engine.errors import EngineError
 from voxmma.engine.sets import NetworkSet
 from voxmma.sparse.coords import Bounds, CoordSet
+from voxmma.sparse.derive import Derived
 from voxmma.sparse.maps import Geometry
 from voxmma.sparse.tensor import Voxels
 
 Path = tuple[Any, ...]
-"""identity of a level: the number of its input, then (geometry, to_children) of each layer on the way"""
+"""identity of a level: the number of its input, then the Derived of each layer on the way"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Level:
     def __str__(self) -> str:
         if self.parent < 0:
             return f"input {self.path[0]}"
-        geometry, to_children = self.path[-1]
+        geometry, to_children, _ = self.path[-1]
         kind = "generative layer" if to_children else "layer"
         size, stride, *_ = geometry
         return f"{kind} of kernel_size {size}, stride {stride} on level {self.parent}"
@@ -353,8 +354,8 @@ class Recorder(TorchDispatchMode):
         self.levels.append(Level(path, parent, bounds, marker))
         return len(self.levels) - 1
 
-    def site(self, parent: int, geometry: Geometry, to_children: bool, bounds: Bounds) -> int:
-        path = (*self.levels[parent].path, (geometry, to_children))
+    def site(self, parent: int, key: Derived, bounds: Bounds) -> int:
+        path = (*self.levels[parent].path, key)
         capacity = self.capacities.get(path)
         if capacity is None:
             raise EngineError(

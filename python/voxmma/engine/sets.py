@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from voxmma._types import Triple
 from voxmma.engine.errors import EngineError
 from voxmma.engine.ops import flat
 from voxmma.sparse.cached import Made
 from voxmma.sparse.coords import Bounds, CoordSet, Finer
-from voxmma.sparse.derive import reach
+from voxmma.sparse.derive import Derived, reach
 from voxmma.sparse.maps import Direction, Geometry
 
 if TYPE_CHECKING:
@@ -38,9 +39,15 @@ class NetworkSet(CoordSet):
 
     @classmethod
     def make(
-        cls, recorder: Recorder, level: int, parts: tuple[Tensor, ...], batch_size: int, bounds: Bounds
+        cls,
+        recorder: Recorder,
+        level: int,
+        parts: tuple[Tensor, ...],
+        batch_size: int,
+        bounds: Bounds,
+        shape: Triple | None = None,
     ) -> NetworkSet:
-        made = cls.trusted(parts[0], batch_size, bounds)
+        made = cls.trusted(parts[0], batch_size, bounds, shape)
         assert isinstance(made, NetworkSet)
         made.recorder, made.level, made.parts = recorder, level, parts
         recorder.sets.append(made)
@@ -51,19 +58,24 @@ class NetworkSet(CoordSet):
         """(1,) int64"""
         return self.parts[1]
 
-    def sites(self, geometry: Geometry, to_children: bool) -> CoordSet:
-        """voxmma.sparse.derive.windows and children."""
+    def derive(self, key: Derived) -> CoordSet:
+        """The output set of a layer."""
         recorder = self.recorder
-        bounds = reach(self.bounds, geometry, to_children)
-        level = recorder.site(self.level, geometry, to_children, bounds)
+        bounds = reach(self.bounds, *key)
+        level = recorder.site(self.level, key, bounds)
         capacity = recorder.levels[level].marker
         *parts, status = _OPS.sized_sites(
-            *self.parts, list(self.bounds), flat(geometry), to_children, capacity
+            *self.parts,
+            list(self.bounds),
+            flat(key.geometry),
+            key.to_children,
+            list(key.shape or ()),
+            capacity,
         )
         recorder.report("sites", level, status)
-        made = NetworkSet.make(recorder, level, tuple(parts), self.batch_size, bounds)
-        if not to_children and geometry.stride != (1, 1, 1):
-            made.finer = Finer(self, geometry)
+        made = NetworkSet.make(recorder, level, tuple(parts), self.batch_size, bounds, key.shape)
+        if not key.to_children and key.geometry.stride != (1, 1, 1):
+            made.finer = Finer(self, key.geometry)
         return made
 
     def plan(self, outputs: CoordSet, geometry: Geometry, reverse: bool) -> Direction:

@@ -238,6 +238,18 @@ def test_weights_and_settings_of_later_change_nothing(device: Device) -> None:
     assert {step["accumulator"] for step in engine.plan} == {"fp32"}
 
 
+def test_weights_are_packed_once(device: Device) -> None:
+    net = evaluated(Everything(), device)
+    engine = compile(net, frame(300, device))
+    steps = [step for step in engine._program.steps if step.func._schema.name.startswith("voxmma::conv")]
+    assert len(steps) == 2
+    assert all(step.func is torch.ops.voxmma.conv_fused.default for step in steps)
+    packed = [engine._program.consts[step.kwargs["packed"].number] for step in steps]
+    assert all(t.dtype == torch.uint8 for t in packed)
+    assert device.type == "cpu" or all(t.numel() for t in packed)
+    assert not any("pack_weight" in step.func._schema.name for step in engine._program.steps)
+
+
 def test_plan_is_the_precision_at_compile(device: Device) -> None:
     net = evaluated(NETWORKS["second"](), device, torch.float16)
     x = frame(300, device, dtype=torch.float16)

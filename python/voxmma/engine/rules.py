@@ -55,8 +55,8 @@ _OURS = _names(
 )
 #: Functions that may be given the number of rows, as a size.
 _SIZED = _VIEWS | _names(
-    "arange conv conv_fused conv_rescaled empty full neighbor_counts new_empty new_full new_ones new_zeros ones "
-    "pool_max pool_put pool_sum sized_sites slice zeros"
+    "arange conv conv_fused conv_rescaled empty full neighbor_counts new_empty new_full new_ones new_zeros "
+    "ones pool_max pool_put pool_sum sized_sites slice zeros"
 )
 #: Instead of a bare name, where a user would not know what to look for.
 _SAID = {

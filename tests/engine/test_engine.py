@@ -513,6 +513,28 @@ def test_bad_arguments(device: Device) -> None:
         compile(vnn.SparseConv3d(8, 8, 3).eval().to(device), y)
 
 
+def test_sets_and_maps_need_nothing_of_the_layers(device: Device) -> None:
+    """What runs beside the layers may run before them."""
+    net = evaluated(Everything(), device)
+    engine = compile(net, frame(300, device))
+    x = frame(200, device)
+    wanted = list(engine(x).get().values())
+    program = engine._program
+    side = program.beside()
+    names = {step.func._schema.name.split("::")[1] for step in side}
+    assert {"sized_index", "sized_sites", "sized_map", "sized_tree"} <= names
+    assert len([step for step in side if step.func is torch.ops.voxmma.sized_map.default]) == len(
+        program.plans
+    )
+    program.steps = [*side, *(step for step in program.steps if step not in side)]
+    for step in program.steps:
+        step.frees = ()
+    engine._instance = engine._build(engine.capacities, engine._instance.rooms)
+    got = list(engine(x).get().values())
+    assert got.pop() == wanted.pop() == 3
+    assert_same(got, wanted, exact=True)
+
+
 # ---- side by side ------------------------------------------------------------------------------------------
 
 

@@ -276,8 +276,9 @@ class Engine:
         return made
 
     @torchflags.undisturbed()
-    def _run(self, made: _Instance) -> None:
-        made.env = self._program.run(made.inputs, made.capacities, made.rooms)
+    def _run(self, made: _Instance, lanes: bool = False) -> None:
+        streams = self._program.lanes() if lanes else None
+        made.env = self._program.run(made.inputs, made.capacities, made.rooms, streams)
         reports = [self._program.value(made.env, report.status) for report in self._program.reports]
         made.status = torch.stack(reports)
 
@@ -295,7 +296,7 @@ class Engine:
             before = torch.cuda.memory_reserved()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._run(made)
+                self._run(made, lanes=True)
             made.graph, made.pool = graph, torch.cuda.memory_reserved() - before
 
     # ---- a frame

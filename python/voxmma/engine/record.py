@@ -26,6 +26,7 @@ from voxmma._types import Triple
 from voxmma.dispatch.launches import leave
 from voxmma.engine import rules
 from voxmma.engine.errors import EngineError
+from voxmma.engine.lanes import Lanes
 from voxmma.engine.sets import NetworkSet
 from voxmma.sparse.coords import Bounds, CoordSet
 from voxmma.sparse.derive import Derived
@@ -157,8 +158,28 @@ class Program:
     """pytree of the outputs"""
     records: list[Any] = field(default_factory=list)
 
+    def lanes(self) -> Lanes:
+        """Streams to capture the program on; the current one is being captured."""
+        return Lanes(self.steps, self.beside(), lambda step: _numbers(step, Ref), self._given())
+
+    def beside(self) -> list[Step]:
+        """The steps that make sets and maps out of the inputs and each other, in order."""
+        known, found = self._given(), []
+        for step in self.steps:
+            if step.func._schema.name.startswith("voxmma::sized_") and known.issuperset(_numbers(step, Ref)):
+                found.append(step)
+                known.update(number for number in step.out if number is not None)
+        return found
+
+    def _given(self) -> set[int]:
+        return {ref.number for ref in self.inputs}
+
     def run(
-        self, inputs: Sequence[Tensor], capacities: Sequence[int], rooms: Sequence[float]
+        self,
+        inputs: Sequence[Tensor],
+        capacities: Sequence[int],
+        rooms: Sequence[float],
+        lanes: Lanes | None = None,
     ) -> dict[int, Tensor]:
         """What `places` names, from `inputs`: coordinates, features and (1,) counts, or tensors."""
         env = {ref.number: tensor for ref, tensor in zip(self.inputs, inputs, strict=True)}
@@ -177,14 +198,16 @@ class Program:
                 return kind(map(fill, value))
             return value
 
-        for step in self.steps:
+        kept = set() if lanes is None else lanes.kept
+        for step in self.steps if lanes is None else lanes.run():
             made = step.func(*fill(step.args), **{name: fill(value) for name, value in step.kwargs.items()})
             for number, tensor in zip(step.out, _leaves(made), strict=True):
                 if number is not None:
                     env[number] = tensor
             del made
             for number in step.frees:
-                del env[number]
+                if number not in kept:
+                    del env[number]
         return env
 
     def value(self, env: dict[int, Tensor], place: Any) -> Tensor:

@@ -238,6 +238,18 @@ def test_weights_and_settings_of_later_change_nothing(device: Device) -> None:
     assert {step["accumulator"] for step in engine.plan} == {"fp32"}
 
 
+def test_weights_are_packed_once(device: Device) -> None:
+    net = evaluated(Everything(), device)
+    engine = compile(net, frame(300, device))
+    steps = [step for step in engine._program.steps if step.func._schema.name.startswith("voxmma::conv")]
+    assert len(steps) == 2
+    assert all(step.func is torch.ops.voxmma.conv_fused.default for step in steps)
+    packed = [engine._program.consts[step.kwargs["packed"].number] for step in steps]
+    assert all(t.dtype == torch.uint8 for t in packed)
+    assert device.type == "cpu" or all(t.numel() for t in packed)
+    assert not any("pack_weight" in step.func._schema.name for step in engine._program.steps)
+
+
 def test_plan_is_the_precision_at_compile(device: Device) -> None:
     net = evaluated(NETWORKS["second"](), device, torch.float16)
     x = frame(300, device, dtype=torch.float16)
@@ -499,6 +511,28 @@ def test_bad_arguments(device: Device) -> None:
         with torch.no_grad():
             y = strided(x)
         compile(vnn.SparseConv3d(8, 8, 3).eval().to(device), y)
+
+
+def test_sets_and_maps_need_nothing_of_the_layers(device: Device) -> None:
+    """What runs beside the layers may run before them."""
+    net = evaluated(Everything(), device)
+    engine = compile(net, frame(300, device))
+    x = frame(200, device)
+    wanted = list(engine(x).get().values())
+    program = engine._program
+    side = program.beside()
+    names = {step.func._schema.name.split("::")[1] for step in side}
+    assert {"sized_index", "sized_sites", "sized_map", "sized_tree"} <= names
+    assert len([step for step in side if step.func is torch.ops.voxmma.sized_map.default]) == len(
+        program.plans
+    )
+    program.steps = [*side, *(step for step in program.steps if step not in side)]
+    for step in program.steps:
+        step.frees = ()
+    engine._instance = engine._build(engine.capacities, engine._instance.rooms)
+    got = list(engine(x).get().values())
+    assert got.pop() == wanted.pop() == 3
+    assert_same(got, wanted, exact=True)
 
 
 # ---- side by side ------------------------------------------------------------------------------------------

@@ -223,10 +223,10 @@ class Engine:
         """Accumulator, tile and dtype of every sparse convolution, in order, as they were frozen."""
         found = []
         for step in self._program.steps:
-            schema = step.func._schema
-            if schema.name in ("voxmma::conv", "voxmma::conv_fused", "voxmma::conv_rescaled"):
-                given = dict(zip((argument.name for argument in schema.arguments), step.args, strict=False))
-                found.append({"op": schema.name, "accumulator": given["accumulator"], "tile": given["tile"]})
+            op = step.func._schema.name
+            if op in ("voxmma::conv", "voxmma::conv_fused", "voxmma::conv_rescaled"):
+                given = step.named()
+                found.append({"op": op, "accumulator": given["accumulator"], "tile": given["tile"]})
         return found
 
     @property
@@ -276,8 +276,9 @@ class Engine:
         return made
 
     @_surroundings.undisturbed()
-    def _run(self, made: _Instance) -> None:
-        made.env = self._program.run(made.inputs, made.capacities, made.rooms)
+    def _run(self, made: _Instance, lanes: bool = False) -> None:
+        streams = self._program.lanes() if lanes else None
+        made.env = self._program.run(made.inputs, made.capacities, made.rooms, streams)
         reports = [self._program.value(made.env, report.status) for report in self._program.reports]
         made.status = torch.stack(reports)
 
@@ -295,7 +296,7 @@ class Engine:
             before = torch.cuda.memory_reserved()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._run(made)
+                self._run(made, lanes=True)
             made.graph, made.pool = graph, torch.cuda.memory_reserved() - before
 
     # ---- a frame
@@ -346,8 +347,8 @@ class Engine:
                     )
                 if leaf.spatial_shape != given.spatial_shape:
                     raise ValueError(
-                        f"{name} has spatial_shape {leaf.spatial_shape}, "
-                        f"the engine takes {given.spatial_shape}"
+                        f"{name} has spatial_shape {leaf.spatial_shape}, the engine takes "
+                        f"{given.spatial_shape}"
                     )
                 if leaf.coord_set.repeated is not None:
                     raise ValueError(f"{name} has repeated rows: an engine takes distinct voxels")
@@ -771,8 +772,9 @@ def compile(
             )
     (recorder, program), (second, _) = runs
     program.steps, program.consts = join(recorder, second)
-    program.optimise()
-    program.consts = [tensor.detach().clone() for tensor in program.consts]
+    with torch.inference_mode(False), torch.no_grad():
+        program.consts = [tensor.detach().clone() for tensor in program.consts]
+        program.optimise(recorder.dtypes)
     made = [capacities[level.path] for level in program.levels]
     for number, rows in (levels or {}).items():
         if not 0 <= number < len(made):

@@ -7,7 +7,7 @@ between the runs depends on the frame in a way that no program could follow, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from voxmma._types import Triple
 from voxmma.dispatch.launches import leave
 from voxmma.engine import rules
 from voxmma.engine.errors import EngineError
+from voxmma.engine.lanes import Lanes
 from voxmma.engine.sets import NetworkSet
 from voxmma.sparse.coords import Bounds, CoordSet
 from voxmma.sparse.derive import Derived
@@ -115,6 +116,11 @@ class Step:
     frees: tuple[int, ...] = ()
     """tensors that nobody reads any more"""
 
+    def named(self) -> dict[str, Any]:
+        """The arguments by name."""
+        names = (argument.name for argument in self.func._schema.arguments)
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+
 
 @dataclass(frozen=True)
 class VoxelsOut:
@@ -152,8 +158,28 @@ class Program:
     """pytree of the outputs"""
     records: list[Any] = field(default_factory=list)
 
+    def lanes(self) -> Lanes:
+        """Streams to capture the program on; the current one is being captured."""
+        return Lanes(self.steps, self.beside(), lambda step: _numbers(step, Ref), self._given())
+
+    def beside(self) -> list[Step]:
+        """The steps that make sets and maps out of the inputs and each other, in order."""
+        known, found = self._given(), []
+        for step in self.steps:
+            if step.func._schema.name.startswith("voxmma::sized_") and known.issuperset(_numbers(step, Ref)):
+                found.append(step)
+                known.update(number for number in step.out if number is not None)
+        return found
+
+    def _given(self) -> set[int]:
+        return {ref.number for ref in self.inputs}
+
     def run(
-        self, inputs: Sequence[Tensor], capacities: Sequence[int], rooms: Sequence[float]
+        self,
+        inputs: Sequence[Tensor],
+        capacities: Sequence[int],
+        rooms: Sequence[float],
+        lanes: Lanes | None = None,
     ) -> dict[int, Tensor]:
         """What `places` names, from `inputs`: coordinates, features and (1,) counts, or tensors."""
         env = {ref.number: tensor for ref, tensor in zip(self.inputs, inputs, strict=True)}
@@ -172,14 +198,16 @@ class Program:
                 return kind(map(fill, value))
             return value
 
-        for step in self.steps:
+        kept = set() if lanes is None else lanes.kept
+        for step in self.steps if lanes is None else lanes.run():
             made = step.func(*fill(step.args), **{name: fill(value) for name, value in step.kwargs.items()})
             for number, tensor in zip(step.out, _leaves(made), strict=True):
                 if number is not None:
                     env[number] = tensor
             del made
             for number in step.frees:
-                del env[number]
+                if number not in kept:
+                    del env[number]
         return env
 
     def value(self, env: dict[int, Tensor], place: Any) -> Tensor:
@@ -196,8 +224,18 @@ class Program:
                 found.append(out.value)
         return found
 
-    def optimise(self) -> None:
-        """Drops what nobody reads, computes what no input reaches, and says what is free after each step."""
+    def optimise(self, dtypes: Mapping[int, torch.dtype]) -> None:
+        """Computes what no input reaches, packs weights, drops what nobody reads, and says what is free when.
+
+        dtypes: of the tensors by number.
+        """
+        self._fold()
+        for step in self.steps:
+            self._pack(step, dtypes)
+        self._prune()
+
+    def _fold(self) -> None:
+        """Computes what no input reaches."""
         written = {n for step in self.steps if step.func._schema.is_mutable for n in _numbers(step, Ref)}
         # A write into a view reaches what it is a view of: everything that shares memory with it stays.
         aliases = _Aliases()
@@ -223,7 +261,38 @@ class Program:
                     if number is not None:
                         fixed[number] = Const(len(self.consts))
                         self.consts.append(tensor)
+        self.steps = steps
         self._replace_outputs(fixed)
+
+    def _pack(self, step: Step, dtypes: Mapping[int, torch.dtype]) -> None:
+        """Makes a convolution whose weight is frozen one that takes it as its kernel reads it."""
+        ops = torch.ops.voxmma
+        if step.func not in (ops.conv.default, ops.conv_fused.default):
+            return
+        given = step.named()
+        x, weight = given["x"], given["weight"]
+        numbers = {name: given.get(name) for name in ("bias", "scale", "shift", "mean", "var")}
+        frozen = all(isinstance(value, Const) for value in (weight, *numbers.values()) if value is not None)
+        if not frozen or not isinstance(x, Ref) or given.get("packed") is not None:
+            return
+        bias, *channels = _held(list(numbers.values()), self.consts)
+        how = [given[name] for name in ("symmetric", "transpose", "accumulator", "tile")]
+        packed = ops.pack_weight(
+            self.consts[weight.number], bias, *how, dtypes[x.number], eps=given.get("eps", 0.0),
+            **dict(zip(list(numbers)[1:], channels, strict=True)),
+        )  # fmt: skip
+        self.consts.append(packed)
+        rest = ("scale", "shift", "mean", "var", "eps", "residual", "activation", "slope")
+        step.func = ops.conv_fused.default
+        step.args = [
+            *(given[name] for name in ("x", "weight", "bias", "map", "n_out")), *how, given.get("out_dtype")
+        ]  # fmt: skip
+        step.kwargs = {name: given[name] for name in rest if name in given}
+        step.kwargs["packed"] = Const(len(self.consts) - 1)
+
+    def _prune(self) -> None:
+        """Drops what nobody reads, and says what is free after each step."""
+        steps = self.steps
         needed = {place.number for place in self.places() if isinstance(place, Ref)}
         live = []
         for step in reversed(steps):
@@ -341,6 +410,7 @@ class Recorder(TorchDispatchMode):
         self.reports: list[Report] = []
         self.consts: list[Tensor] = []
         self._numbers = WeakTensorKeyDictionary()
+        self.dtypes: dict[int, torch.dtype] = {}
         self._count = 0
 
     # ---- levels and maps
@@ -382,6 +452,7 @@ class Recorder(TorchDispatchMode):
         ref = Ref(self._count)
         self._count += 1
         self._numbers[tensor] = ref
+        self.dtypes[ref.number] = tensor.dtype
         return ref
 
     def place(self, tensor: Tensor) -> Any:

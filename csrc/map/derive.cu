@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool sized = rows.count != nullptr;
   const int64_t candidates = rows.number() * candidates_of(rule);
-  if (sized && blockIdx.x == 0 && threadIdx.x == 0) reach(row_bounds, rule, bounds);
+  if (row_bounds != nullptr && blockIdx.x == 0 && threadIdx.x == 0) reach(row_bounds, rule, bounds);
   bool outside = false;
   for (int64_t begin = int64_t(blockIdx.x) * kThreads; begin < candidates; begin += int64_t(gridDim.x) * kThreads) {
     const uint32_t i = static_cast<uint32_t>(begin) + threadIdx.x;

@@ -176,13 +176,12 @@ def test_output_sets_and_maps_are_those_of_the_rows(
 ) -> None:
     geometry, to_children = GEOMETRIES[kind]
     coords = case(name)
-    for more in (0, 700):
+    for more, shape in ((0, None), (700, None), (40, (20, 9, 130))):
         exact = CoordSet(coords.to(device), 4)
-        find = derive.children if to_children else derive.windows
-        expected = find(exact, geometry)
+        expected = derive.Derived(geometry, to_children, shape).make(exact)
         source = sized_set(coords, len(coords) + more, device, bounds)
         status, read = status_of(device)
-        made = derive_sized(source, geometry, to_children, expected.num + more, status)
+        made = derive_sized(source, geometry, to_children, expected.num + more, status, shape)
         assert read()[:2] == [expected.num, 0]
         check_set(made, expected)
         fine, coarse = (

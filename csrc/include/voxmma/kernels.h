@@ -256,6 +256,7 @@ struct ExpandArgs {
   int64_t n;  // (n, 4) rows of this piece
   int size[3], stride[3], dilation[3], padding[3];
   bool to_children;
+  int shape[3];  // sites outside of [0, shape) are none; 0: no border
   CoordBox box;  // around all packable sites
   // Number of all rows, of which this piece's first one is row `begin`; bounds of the rows, smallest and largest, and
   // those of the sites, to be written, where the device knows them better than `box`.

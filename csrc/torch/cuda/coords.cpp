@@ -159,13 +159,17 @@ std::tuple<Tensor, Tensor, Tensor> index_sized_cuda(const Tensor& coords, const 
 }
 
 ExpandArgs expand_args(const Ints& size, const Ints& stride, const Ints& dilation, const Ints& padding,
-                       bool to_children, const Ints& bounds) {
+                       bool to_children, const Ints& shape, const Ints& bounds) {
   ExpandArgs args{};
   copy_triple("size", size, args.size);
   copy_triple("stride", stride, args.stride);
   copy_triple("dilation", dilation, args.dilation);
   copy_triple("padding", padding, args.padding);
   args.to_children = to_children;
+  if (shape.size() > 0) {
+    copy_triple("shape", shape, args.shape);
+    TORCH_CHECK(shape[0] > 0 && shape[1] > 0 && shape[2] > 0, "shape must be positive, got ", shape);
+  }
   args.box = box_within(bounds);
   return args;
 }
@@ -198,15 +202,15 @@ int64_t rows_at_a_time(ExpandArgs args, int64_t candidates) {
 
 // Output coordinates of a layer (voxmma/sparse/derive.py) and their index: coordinates sorted by (batch, x, y, z), order, bricks,
 // how many there are, and whether one lies outside the packable range. In the last case, and above `limit`, there is
-// nothing but the count. Works on `piece` candidates at a time; reads back once, or once a piece where the bounds hold
-// too many cells for a bitmap.
+// nothing but the count. `shape`: only sites in [0, shape); empty: no border. Works on `piece` candidates at a time;
+// reads back once, or once a piece where the bounds hold too many cells for a bitmap.
 DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const Ints& stride, const Ints& dilation,
-                                const Ints& padding, bool to_children, const Ints& bounds, int64_t piece,
-                                int64_t limit) {
+                                const Ints& padding, bool to_children, const Ints& shape, const Ints& bounds,
+                                int64_t piece, int64_t limit) {
   check_ints("coords", coords, at::kInt, 4, coords);
   const NormalTensors normal;
   const Launch on(coords.device());
-  ExpandArgs args = expand_args(size, stride, dilation, padding, to_children, bounds);
+  ExpandArgs args = expand_args(size, stride, dilation, padding, to_children, shape, bounds);
   const int64_t n = coords.size(0), rows = rows_at_a_time(args, piece);
 
   const CoordBox cells_box = cell_box(args.box);
@@ -277,10 +281,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> derive_sized_cuda(const Tenso
                                                                      const OptTensor& inner, const Ints& size,
                                                                      const Ints& stride, const Ints& dilation,
                                                                      const Ints& padding, bool to_children,
-                                                                     const Ints& bounds, int64_t capacity,
-                                                                     const Tensor& status) {
+                                                                     const Ints& shape, const Ints& bounds,
+                                                                     int64_t capacity, const Tensor& status) {
   check_ints("coords", coords, at::kInt, 4, coords);
-  ExpandArgs args = expand_args(size, stride, dilation, padding, to_children, bounds);
+  ExpandArgs args = expand_args(size, stride, dilation, padding, to_children, shape, bounds);
   args.count = sized_count("count", count, coords);
   if (inner.has_value()) args.row_bounds = inner_bounds(*inner, coords);
   args.box = cell_box(args.box);
@@ -529,8 +533,8 @@ void bind_coords(py::module_& m) {
   m.def("index_coords", torch::wrap_pybind_function_no_gil(index_coords_cuda), py::arg("coords"),
         py::arg("bounds") = Ints{});
   m.def("derive_coords", torch::wrap_pybind_function_no_gil(derive_coords_cuda), py::arg("coords"), py::arg("size"),
-        py::arg("stride"), py::arg("dilation"), py::arg("padding"), py::arg("to_children"), py::arg("bounds"),
-        py::arg("piece"), py::arg("limit"));
+        py::arg("stride"), py::arg("dilation"), py::arg("padding"), py::arg("to_children"), py::arg("shape"),
+        py::arg("bounds"), py::arg("piece"), py::arg("limit"));
   m.def("build_plan", torch::wrap_pybind_function_no_gil(build_plan_cuda), py::arg("out_coords"), py::arg("out_order"),
         py::arg("bricks"), py::arg("in_order"), py::arg("size"), py::arg("start"), py::arg("step"), py::arg("mul"),
         py::arg("div"));
@@ -538,7 +542,7 @@ void bind_coords(py::module_& m) {
         py::arg("bounds"), py::arg("status"));
   m.def("derive_sized", torch::wrap_pybind_function_no_gil(derive_sized_cuda), py::arg("coords"), py::arg("count"),
         py::arg("inner"), py::arg("size"), py::arg("stride"), py::arg("dilation"), py::arg("padding"),
-        py::arg("to_children"), py::arg("bounds"), py::arg("capacity"), py::arg("status"));
+        py::arg("to_children"), py::arg("shape"), py::arg("bounds"), py::arg("capacity"), py::arg("status"));
   m.def("plan_room", torch::wrap_pybind_function_no_gil(plan_room_cuda), py::arg("n_out"), py::arg("n_in"),
         py::arg("size"), py::arg("start"), py::arg("step"), py::arg("mul"), py::arg("div"));
   m.def("plan_sized", torch::wrap_pybind_function_no_gil(plan_sized_cuda), py::arg("out_coords"), py::arg("out_count"),

@@ -59,23 +59,16 @@ def call(
                 if out is not None:
                     return again.run(x, weight, bias, out)
         elif kernel_map is None and not traceable(
-            x.coord_set, config.geometry, config.generative or coords is not None
+            x.coord_set,
+            config.geometry,
+            config.generative or coords is not None or config.inverse_of is not None,
         ):
             return _outside(config, x, weight, bias, coords)
     fp16_accum_flag(config.use_fp16_accum, config.accumulator)
     _check_operands(x, weight, bias, config.volume, config.groups)
-    mapping, out, stride = resolve_map(
-        x,
-        config.kernel_size,
-        config.stride,
-        config.dilation,
-        config.padding,
-        config.transposed,
-        config.generative,
-        coords,
-        config.max_voxels,
-        kernel_map,
-    )
+    if x._coord_set.repeated is not None:
+        key, x = None, x.sites()
+    mapping, out, stride = resolve_map(x, config, coords, kernel_map)
     if config.transposed and mapping.symmetric:
         key = None
         weight = weight.flip(0)  # the opposite direction of a symmetric map is the map with mirrored offsets
@@ -86,9 +79,10 @@ def call(
             f"out_dtype must be {dtype} or torch.float32 when computing in {dtype}, got {config.out_dtype}"
         )
     made = _convolve(config, x.feats, weight, bias, mapping, dtype)
-    if key is not None:
+    rows, y = out.expand(made.y)
+    if key is not None and rows is out:
         _keep(key, config, x, mapping, stride, coords is not None, kernel_map is not None, made)
-    return Voxels._make(out, made.y, stride, made.record)
+    return Voxels._make(rows, y, stride, made.record)
 
 
 @eager

@@ -21,8 +21,18 @@ from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import Triple, triple
 from voxmma.sparse.cached import Made, keep, new_lock, refuse_capture
-from voxmma.sparse.coords import _KEPT, COORD_MAX, COORD_MIN, CoordSet, pack_axis, pack_batch
-from voxmma.sparse.derive import children, windows
+from voxmma.sparse.coords import (
+    _KEPT,
+    COORD_MAX,
+    COORD_MIN,
+    CoordSet,
+    Finer,
+    pack,
+    pack_axis,
+    pack_batch,
+    unpack,
+)
+from voxmma.sparse.derive import cells, cells_shape, check_count, children, windows
 
 if TYPE_CHECKING:
     from voxmma.sparse.tensor import Voxels
@@ -505,6 +515,8 @@ def kernel_map(
     transposed: bool = False,
     generative: bool = False,
     max_voxels: int | None = None,
+    output_padding: int | Sequence[int] = 0,
+    outputs: str = "windows",
 ) -> KernelMap:
     """The kernel map of a convolution or pooling layer, built on first use and cached on a coordinate set.
 
@@ -514,9 +526,13 @@ def kernel_map(
 
     - `out_coords`, which with a stride remembers the inputs as its finer set when it has no other;
     - not transposed: with stride 1 the inputs themselves (submanifold); with another stride, or generative,
-      every site whose window holds an input (on a grid without borders);
+      every site whose window holds an input;
     - transposed: with stride 1 the inputs themselves; else, unless generative, the finer set that strided
       layers of this total stride made `in_coords` from; else every site that an input reaches.
+
+    With outputs='cells' a strided layer that is not generative makes the cells of the coarser grid that hold
+    an input instead, whatever its kernel: `voxmma.downsample`. Where `in_coords` has a `spatial_shape`, sites
+    outside of torch's output shape are left out; where it has none, the grid has no borders.
 
     Sets made here are sorted by (batch, x, y, z), and made once for an input set and a kernel. On a GPU that
     reads back how many they are; building a map reads back how large its plan is, unless little room is
@@ -531,28 +547,30 @@ def kernel_map(
         out_coords: output coordinates. Another object is another set, however equal.
         transposed, generative: see above.
         max_voxels: most voxels a set made here may have, default 2^26.
+        output_padding: 0 or more, one int or three: cells added to the far side of the `spatial_shape` that a
+            transposed layer makes.
+        outputs: 'windows' or 'cells', see above.
 
     Raises:
         TypeError, ValueError: naming the argument: wrong type, out of range, sets on two devices or of two
-            batch sizes; more than `max_voxels` outputs, before they come into being.
+            batch sizes; an output shape that cannot be; more than `max_voxels` outputs, before they come into
+            being.
         RuntimeError: the coordinates are on a GPU and this build has no CUDA kernels.
     """
     source = _coord_set(in_coords, "in_coords")
-    cubic = type(kernel_size) is type(dilation) is type(stride) is int and padding is None
-    make = _cubic_geometry if cubic and not torch.compiler.is_compiling() else _geometry
+    make = geometry_of
+    if not torch.compiler.is_compiling() and padding is None:
+        cubic = type(kernel_size) is type(dilation) is type(stride) is int
+        make = _cubic_geometry if cubic else geometry_of
     geometry = make(kernel_size, dilation, stride, padding)
     step = geometry.stride
     flipped = False  # cached on the set that the other one was made from
     if out_coords is not None:
         target = _coord_set(out_coords, "out_coords")
-    elif step == (1, 1, 1) and not generative:
-        target = source
-    elif not transposed:
-        target = windows(source, geometry, max_voxels)
     else:
-        finer = None if generative else finer_set(source, step)
-        flipped = finer is None
-        target = children(source, geometry, max_voxels) if finer is None else finer
+        more = output_padding_triple(output_padding)
+        rule = check_outputs(outputs), max_voxels, more
+        target, flipped = made_from(source, geometry, transposed, generative, *rule)
     if target is not source:
         if out_coords is not None and not transposed and step != (1, 1, 1):
             target.remember(source, geometry)
@@ -571,7 +589,29 @@ def kernel_map(
     return made._built()
 
 
-def _geometry(
+def made_from(
+    source: CoordSet,
+    geometry: Geometry,
+    transposed: bool,
+    generative: bool,
+    outputs: str,
+    max_voxels: int | None,
+    output_padding: Triple,
+) -> tuple[CoordSet, bool]:
+    """The outputs of a layer on `source`, and whether the finer set was made out of the coarser one."""
+    if geometry.stride == (1, 1, 1) and not generative:
+        return source, False
+    if not transposed and outputs == "cells" and not generative:
+        return coarser_set(source, geometry.stride, max_voxels), False
+    if not transposed:
+        return windows(source, geometry, max_voxels), False
+    finer = None if generative else finer_set(source, geometry.stride)
+    if finer is not None:
+        return finer, False
+    return children(source, geometry, max_voxels, output_padding), True
+
+
+def geometry_of(
     kernel_size: int | Sequence[int],
     dilation: int | Sequence[int],
     stride: int | Sequence[int],
@@ -589,7 +629,7 @@ def _geometry(
 
 
 #: The same for plain ints: equal arguments of other types, such as True, must not find what 1 left.
-_cubic_geometry = functools.lru_cache(maxsize=256)(_geometry)
+_cubic_geometry = functools.lru_cache(maxsize=256)(geometry_of)
 
 
 def traceable(x: CoordSet, geometry: Geometry, elsewhere: bool = False) -> bool:
@@ -616,7 +656,8 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
-    """The set that strided layers of this total stride made `coarse` from, None when there is none.
+    """The set that strided layers of this total stride made `coarse` from, or of cells of which it holds
+    those (`coarser_set`); None when there is none.
 
     ValueError when there are several: `CoordSet.remember`.
     """
@@ -627,7 +668,7 @@ def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
     while total != stride:
         link = found.finer
         if link is None or any(t > s for t, s in zip(total, stride, strict=True)):
-            return None
+            return _finer_level(coarse, stride)
         if link.ambiguous:
             raise ValueError(
                 "strided layers on several inputs put their outputs on the coordinates of x (coords=...): "
@@ -638,12 +679,69 @@ def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
     return found
 
 
+def _finer_level(coarse: CoordSet, stride: Triple) -> CoordSet | None:
+    if coarse.levels is None:
+        return None
+    family, mine = coarse.levels
+    x, y, z = (m // s if m % s == 0 else 0 for m, s in zip(mine, stride, strict=True))
+    return family.get((x, y, z))
+
+
 def padding_triple(padding: int | Sequence[int] | None, size: Triple, dilation: Triple) -> Triple:
     """`padding` per axis, or its default: (size // 2) * dilation for odd sizes, 0 for even ones."""
     if padding is not None:
         return triple(padding, "padding", -MAX_OFFSET, MAX_OFFSET)
     x, y, z = (k // 2 * d if k % 2 else 0 for k, d in zip(size, dilation, strict=True))
     return x, y, z
+
+
+def coarser_set(source: CoordSet, stride: Triple, max_voxels: int | None = None) -> CoordSet:
+    """The cells of a grid coarser by `stride` that hold a voxel: one set for every total stride from the set
+    that the first of them was made from, by whatever steps.
+
+    Raises ValueError as `voxmma.sparse.derive.windows`.
+    """
+    if stride == (1, 1, 1) or torch.compiler.is_compiling():
+        return _cells(source, stride, max_voxels)
+    with source._index.lock:
+        if source.levels is None:
+            source.levels = weakref.WeakValueDictionary({(1, 1, 1): source}), (1, 1, 1)
+        family, mine = source.levels
+        x, y, z = (m * s for m, s in zip(mine, stride, strict=True))
+        made = family.get((x, y, z))
+        if made is None or made._made.written:
+            made = _cells(source, stride, max_voxels)
+            made.levels = family, (x, y, z)
+            family[x, y, z] = made
+        check_count(made.num, max_voxels, source.num)
+        return made
+
+
+def _cells(source: CoordSet, stride: Triple, max_voxels: int | None) -> CoordSet:
+    geometry = Geometry(stride, stride, (1, 1, 1), (0, 0, 0))
+    if max(stride) <= MAX_KERNEL:
+        return cells(source, geometry, max_voxels)
+    columns = zip(source.coords.unbind(1), (1, *stride), strict=True)
+    coarse = torch.stack([column.div(size, rounding_mode="floor") for column, size in columns], dim=1)
+    with torch.inference_mode(False), torch.no_grad():
+        rows = unpack(torch.unique(pack(coarse)))
+        made = CoordSet.trusted(
+            rows, source.batch_size, spatial_shape=cells_shape(source.spatial_shape, stride)
+        )
+    made.finer = Finer(source, geometry)
+    return made
+
+
+def check_outputs(outputs: str) -> str:
+    """`outputs`; ValueError unless it is 'windows' or 'cells'."""
+    if outputs not in ("windows", "cells"):
+        raise ValueError(f"outputs must be 'windows' or 'cells', got {outputs!r}")
+    return outputs
+
+
+def output_padding_triple(output_padding: int | Sequence[int]) -> Triple:
+    """`output_padding` per axis; TypeError or ValueError unless each is 0 or more."""
+    return triple(output_padding, "output_padding", 0, MAX_OFFSET)
 
 
 def neighbor_table(tensors: list[torch.Tensor], kernel_volume: int, n_out: int) -> torch.Tensor:
@@ -661,7 +759,7 @@ def _coord_set(value: CoordSet | Voxels, name: str) -> CoordSet:
     coords = getattr(value, "coord_set", value)
     if not isinstance(coords, CoordSet):
         raise TypeError(f"{name} must be a CoordSet or a Voxels, got {type(value).__name__}")
-    return coords
+    return coords.sites
 
 
 @functools.lru_cache(maxsize=256)

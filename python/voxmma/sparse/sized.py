@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from voxmma._extension import _C
+from voxmma._types import Triple
 from voxmma.sparse.coords import Bounds, first_duplicate, pack, unpack
-from voxmma.sparse.derive import _NONE, _candidates, _distinct, reach
+from voxmma.sparse.derive import _NONE, Derived, _candidates, _distinct, reach
 from voxmma.sparse.maps import Geometry, cpu_pairs, plan_rule, size_tensor
 
 _INT32 = torch.iinfo(torch.int32)
@@ -64,26 +65,41 @@ def index_sized(coords: torch.Tensor, count: torch.Tensor, bounds: Bounds, statu
 
 
 def derive_sized(
-    source: SizedSet, geometry: Geometry, to_children: bool, capacity: int, status: torch.Tensor
+    source: SizedSet,
+    geometry: Geometry,
+    to_children: bool,
+    capacity: int,
+    status: torch.Tensor,
+    shape: Triple | None = None,
 ) -> SizedSet:
     """The sites of derive.windows, or with `to_children` of derive.children, of a set; sorted, like those.
+
+    `shape`: that of the grid in which they lie; None: no borders.
 
     status: [sites, not 0 where one was outside the bounds or the packable range, unused, unused]. Where there
     are more sites than `capacity`, the set is empty; if its bounds hold more than 2^27 cells, with the extent
     of each axis rounded up to a power of two, the number of sites is then some number above the capacity.
     """
-    bounds = reach(source.bounds, geometry, to_children)
+    bounds = reach(source.bounds, geometry, to_children, shape)
     if source.coords.is_cuda:
         coords, count, inner, order, blocks = _C.derive_sized(
-            source.coords, source.count, source.inner, *geometry, to_children, bounds, capacity, status
+            source.coords,
+            source.count,
+            source.inner,
+            *geometry,
+            to_children,
+            shape or (),
+            bounds,
+            capacity,
+            status,
         )
         return SizedSet(coords, count, inner, (order, blocks), bounds)
     rows = source.coords[: _number(source.count, source.coords)]
     keys, outside, inner = pack(rows), False, source.inner
     if len(rows):
-        keys, outside = _distinct(_candidates(rows, geometry, to_children))
+        keys, outside = _distinct(_candidates(rows, Derived(geometry, to_children, shape)))
         if inner is not None:
-            inner = inner.new_tensor(reach(tuple(inner.tolist()), geometry, to_children))
+            inner = inner.new_tensor(reach(tuple(inner.tolist()), geometry, to_children, shape))
     made = unpack(keys)
     _tell(status, len(keys), int(outside), 0, 0)
     number = len(keys) if len(keys) <= capacity else 0

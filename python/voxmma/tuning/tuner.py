@@ -318,7 +318,7 @@ class Bench:
             self._pairs = case.mapping.pairs()
         rounded = [self.x[0].detach(), self.w.detach(), self.dy[0]]
         if case.precision == "tf32" and case.dtype == torch.float32:
-            rounded = [formats.quantise(t, "tf32") for t in rounded]
+            rounded = [formats.round_tf32(t) for t in rounded]
         x, w, dy = rounded
         if op == "fwd":
             return accuracy.reference_conv(x, w, self._pairs, case.mapping.out_coords.num)

@@ -146,7 +146,7 @@ def _sets(d: Data) -> list[Any]:
         *(voxmma.lookup(d.x, d.other), voxmma.downsample(d.x, 3).coords, F.add_union(d.x, d.y)),
         *(voxmma.crop(d.x, 1, 5), voxmma.prune(d.x, d.feats[:, 0] > 0)),
         voxmma.Voxels(twice, torch.cat([d.feats, d.feats[:7]]), batch_size=2, duplicates="mean"),
-        *(*parts, voxmma.batch(parts), voxmma.collate(parts), d.x.counts),
+        *(*parts, voxmma.Voxels.cat(parts), voxmma.collate(parts), d.x.counts),
         *(d.x.dense(), *voxmma.to_dense(d.x), voxmma.from_dense(d.dense), d.x.to(d.device)),
     ]
 

@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-import voxmma
 from voxmma.sparse import sampling
 from voxmma.sparse.coords import COORD_MAX, COORD_MIN, CoordSet, pack, unpack
 from voxmma.sparse.tensor import Voxels
@@ -526,11 +525,11 @@ def test_unbind_and_cat_are_inverse(device: torch.device) -> None:
         rows = torch.nonzero(x.coords[:, 0] == sample).flatten()
         assert part.batch_size == 1 and part.stride == x.stride and torch.equal(part.feats, x.feats[rows])
         assert torch.equal(part.coords[:, 1:], x.coords[rows, 1:]) and not bool(part.coords[:, 0].any())
-    joined = voxmma.batch(parts)
+    joined = Voxels.cat(parts)
     order = torch.sort(x.coords[:, 0], stable=True).indices
     assert joined.batch_size == 4 and torch.equal(joined.coords, x.coords[order])
     assert torch.equal(joined.feats, x.feats[order])
-    twice = voxmma.batch([joined, joined])
+    twice = Voxels.cat([joined, joined])
     assert twice.batch_size == 8 and twice.counts.tolist() == joined.counts.tolist() * 2
     CoordSet(twice.coords, 8)  # valid
 
@@ -546,7 +545,7 @@ def test_bad_cat_is_named() -> None:
         ([x] * 512, ValueError, "1024 samples"),
     ):
         with pytest.raises(error, match=message):
-            voxmma.batch(others)  # type: ignore[arg-type]
+            Voxels.cat(others)  # type: ignore[arg-type]
 
 
 def test_sum_needs_equal_coordinates_not_equal_counts(device: torch.device) -> None:
@@ -581,7 +580,7 @@ def test_fault_12_nothing_works_everywhere(device: torch.device) -> None:
         x = Voxels(coords, feats, batch_size=2, duplicates=duplicates)
         assert x.num_voxels == 0 and x.counts.tolist() == [0, 0] and x.feats.shape == (0, 3)
         loaded = pickle.loads(pickle.dumps(x.with_feats(feats.detach())))
-        made = [x + x, x.half(), x.with_feats(feats[:, :1]), voxmma.batch([x, x]), *x.unbind(), loaded]
+        made = [x + x, x.half(), x.with_feats(feats[:, :1]), Voxels.cat([x, x]), *x.unbind(), loaded]
         assert [y.batch_size for y in made] == [2, 2, 2, 4, 1, 1, 2]
         assert x.dense().shape == (2, 3, 1, 1, 1) and x.dense((4, 5, 6)).shape == (2, 3, 4, 5, 6)
     none = torch.zeros((0, 3), device=device)
@@ -611,7 +610,7 @@ def test_gradients(device: torch.device) -> None:
         lambda f: x.with_feats(f).dense((4, 4, 4)),
         lambda f: (x.with_feats(f) + shuffled).feats,
         lambda f: (shuffled + x.with_feats(f)).feats,
-        lambda f: voxmma.batch([x.with_feats(f), x.with_feats(2 * f)]).feats,
+        lambda f: Voxels.cat([x.with_feats(f), x.with_feats(2 * f)]).feats,
         lambda f: x.with_feats(f).unbind()[0].feats,
         lambda f: Voxels(repeated, f, duplicates="mean").feats,
         lambda f: Voxels.from_dense(f.reshape(1, 2, 7, 2, 1)).feats,
@@ -657,10 +656,10 @@ def test_pickle_save_and_deepcopy(device: torch.device) -> None:
 
 def test_a_data_loader_brings_voxels_from_its_workers() -> None:
     data = [voxels(torch.device("cpu"), n=10 + i) for i in range(4)]
-    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, collate_fn=voxmma.batch)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, collate_fn=Voxels.cat)  # type: ignore[arg-type]
     batches = list(loader)
     assert [b.batch_size for b in batches] == [6, 6]
-    assert same(batches[1], voxmma.batch(data[2:]))
+    assert same(batches[1], Voxels.cat(data[2:]))
 
 
 def test_distributed_training_finds_the_features(device: torch.device) -> None:

@@ -156,7 +156,7 @@ def run_case(case: Case, coords: torch.Tensor, repeats: int) -> dict[str, Any]:
     through_x, through_weight = conv(x_leaf, weight).feats, conv(x, weight_leaf).feats
     dgrad = clock(lambda i: torch.autograd.grad(through_x, x_leaf, dy, retain_graph=True))
     wgrad = clock(lambda i: torch.autograd.grad(through_weight, weight_leaf, dy, retain_graph=True))
-    mapped = Clock(device, min(repeats, 10)).wall(lambda i: kernel_map(voxmma.Voxels(coords, x).coord_set, 3))
+    mapped = Clock(device, min(repeats, 10)).wall(lambda i: kernel_map(voxmma.CoordSet(coords), 3))
     record = voxmma.explain(made)
     error, limit = shadow.check(x, weight, None, mapping, made.feats, record)
     flops = 2 * mapping.num_pairs * case.c_in * case.c_out

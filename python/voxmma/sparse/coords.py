@@ -17,6 +17,7 @@ from voxmma.sparse.cached import Made, new_lock, refuse_capture
 
 if TYPE_CHECKING:
     from voxmma.dispatch.calls import Repeat
+    from voxmma.sparse.derive import Derived
     from voxmma.sparse.maps import Geometry, MapCore
 
 COORD_BITS = 18
@@ -147,8 +148,8 @@ class CoordSet:
     Raises:
         TypeError: `coords` is no tensor, or has a dtype other than int32 or int64; `batch_size` is no int.
         ValueError: wrong shape or device, a coordinate out of range, a batch index that is negative or not
-            below `batch_size`, outside of `spatial_shape`, or a duplicate. The message names the argument and the offending row (both
-            rows for duplicates).
+            below `batch_size`, outside of `spatial_shape`, or a duplicate. The message names the argument and
+            the offending row (both rows for duplicates).
 
     On a GPU construction reads a few numbers back to the host once (twice where the box around
     them has more than 2^28 cells, 2^24 for fewer than 65,536 voxels); nothing later does.
@@ -182,7 +183,7 @@ class CoordSet:
     """whether all its maps are inputs of a graph; see voxmma.export.mapped"""
     calls: dict[tuple[Any, ...], Repeat]
     """what was decided last for layers that ran on this set; see voxmma.dispatch.calls"""
-    derived: dict[tuple[Any, ...], CoordSet]
+    derived: dict[Derived, CoordSet]
     """output sets of strided and generative layers made last; see voxmma.sparse.derive"""
 
     def __init__(
@@ -267,8 +268,7 @@ class CoordSet:
         shape, box = self.spatial_shape, self._index.bounds
         if shape is None or self.num == 0:
             return
-        inside = box is not None and min(box[1:4]) >= 0
-        if not (inside and all(last < n for last, n in zip(box[5:], shape, strict=True))):
+        if box is None or min(box[1:4]) < 0 or any(n <= last for n, last in zip(shape, box[5:], strict=True)):
             check_inside(self.coords, shape)  # the box may be larger than need be
 
     # ---- indexing ------------------------------------------------------------------------------------------

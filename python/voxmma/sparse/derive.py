@@ -4,9 +4,9 @@ every device.
 Both rules are products of one rule an axis, so a voxel's candidates are the product of those along each axis.
 They become packed keys; repeats are dropped, on a CPU by sorting, on a GPU by a bitmap over the box that
 they can lie in (csrc/map/cells.cu), or by a hash table where that has more than 2^27 cells
-(csrc/map/derive.cu). Candidates outside of a bounded grid are none. One thing comes back to the host: how many there are. Work above `CHUNK` candidates is
-done in pieces, so that memory stays bounded by the result, one piece and the bitmap (48 MiB at most); with a
-hash table each piece reads its count back.
+(csrc/map/derive.cu). Candidates outside of a bounded grid are dropped as they are made. One thing comes back
+to the host: how many there are. Work above `CHUNK` candidates is done in pieces, so that memory stays bounded
+by the result, one piece and the bitmap (48 MiB at most); with a hash table each piece reads its count back.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def cells(fine: CoordSet, geometry: Geometry, max_voxels: int | None = None) -> 
 
     `geometry`: kernel size and stride are those of a cell, without dilation and padding. Else as `windows`.
     """
-    return _cached(fine, Derived(geometry, False, cells_shape(fine.spatial_shape, geometry.stride)), max_voxels)
+    shape = cells_shape(fine.spatial_shape, geometry.stride)
+    return _cached(fine, Derived(geometry, False, shape), max_voxels)
 
 
 class Derived(NamedTuple):
@@ -101,9 +102,7 @@ def windows_shape(shape: Triple | None, geometry: Geometry) -> Triple | None:
     """
     if shape is None:
         return None
-    x, y, z = (
-        (n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in zip(shape, *geometry, strict=True)
-    )
+    x, y, z = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in zip(shape, *geometry, strict=True))
     return _check_shape((x, y, z), shape, geometry)
 
 

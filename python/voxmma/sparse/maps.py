@@ -22,7 +22,7 @@ from voxmma._extension import _C
 from voxmma._types import Triple, triple
 from voxmma.sparse.cached import Made, keep, new_lock, refuse_capture
 from voxmma.sparse.coords import _KEPT, COORD_MAX, COORD_MIN, CoordSet, pack_axis, pack_batch
-from voxmma.sparse.derive import cells, children, windows
+from voxmma.sparse.derive import children, windows
 
 if TYPE_CHECKING:
     from voxmma.sparse.tensor import Voxels
@@ -539,13 +539,16 @@ def kernel_map(
             transposed layer makes.
 
     Raises:
-        TypeError, ValueError: naming the argument: wrong type, out of range, no output shape, sets on two devices or of two
-            batch sizes; more than `max_voxels` outputs, before they come into being.
+        TypeError, ValueError: naming the argument: wrong type, out of range, sets on two devices or of two
+            batch sizes; an output shape that cannot be; more than `max_voxels` outputs, before they come into
+            being.
         RuntimeError: the coordinates are on a GPU and this build has no CUDA kernels.
     """
     source = _coord_set(in_coords, "in_coords")
-    cubic = type(kernel_size) is type(dilation) is type(stride) is int and padding is None
-    make = _cubic_geometry if cubic and not torch.compiler.is_compiling() else _geometry
+    make = _geometry
+    if not torch.compiler.is_compiling() and padding is None:
+        cubic = type(kernel_size) is type(dilation) is type(stride) is int
+        make = _cubic_geometry if cubic else _geometry
     geometry = make(kernel_size, dilation, stride, padding)
     step = geometry.stride
     flipped = False  # cached on the set that the other one was made from

@@ -20,7 +20,8 @@ def downsample(coords: CoordSet | Voxels, stride: int | Sequence[int]) -> CoordS
 
     Coordinates are divided and rounded down, negative ones too: -1 at stride 2 lies in cell -1. Sorted by
     (batch, x, y, z). Up to stride 9 it is made once, and shared with unpadded layers of that kernel size and
-    stride (in a bounded grid where it divides the shape: its last cells may be cut by the border). TypeError or ValueError names the argument.
+    stride; in a bounded grid where that divides the shape, as its last cells may be cut by the border.
+    TypeError or ValueError names the argument.
     """
     source = _coord_set(coords, "coords")
     step = triple(stride, "stride", 1, MAX_STRIDE)

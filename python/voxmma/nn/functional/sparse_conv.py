@@ -42,9 +42,10 @@ def spatially_sparse_conv(
         y[o] = bias + sum over k of x[o * stride - padding + k * dilation] @ weight[k]
         y[i * stride - padding + k * dilation] += x[i] @ weight[k]        (transposed)
 
-    which is torch's conv3d and conv_transpose3d with the same stride, padding and dilation, seen at the output
-    voxels: on a grid without borders, or where x has a `spatial_shape` on that grid. Coordinates of a coarser level are grid coordinates of that level, and
-    a negative one belongs to the cell below: k = s = 2 puts voxel -1 into cell -1. Output voxels are
+    which is torch's conv3d and conv_transpose3d with the same stride, padding and dilation, seen at the
+    output voxels: on a grid without borders, or where x has a `spatial_shape` on a grid of that shape.
+    Coordinates of a coarser level are grid coordinates of that level, and a negative one belongs to the cell
+    below: k = s = 2 puts voxel -1 into cell -1. Output voxels are
 
     - `coords`, where given;
     - with stride 1: those of x in the same order (submanifold);
@@ -99,11 +100,13 @@ def spatially_sparse_conv(
         TypeError, ValueError: naming the argument: wrong type, dtype, shape, device (both are named),
             features that are wider than the parameters, kernel size out of range, padding that shifts the
             window of a submanifold call, contradicting flags, a kernel map of other coordinates or another
-            kernel; an output shape that cannot be; more than `max_voxels` output voxels, before they come into being.
+            kernel; an output shape that cannot be; more than `max_voxels` output voxels, before they come
+            into being.
         RuntimeError: this build has no kernel for the device of x.
     """
     geometry = (kernel_size, stride, dilation, groups, padding, transposed, generative, max_voxels)
-    config = config_of(*geometry, use_fp16_accum, accumulator, compute_dtype, out_dtype, layer, output_padding)
+    precision = (use_fp16_accum, accumulator, compute_dtype, out_dtype)
+    config = config_of(*geometry, *precision, layer, output_padding)
     return call(config, x, weight, bias, coords=coords, kernel_map=kernel_map)
 
 

@@ -164,9 +164,7 @@ class SparseConv3d(nn.Module):
     def kernel_map(self, x: Voxels, coords: Target | None = None) -> KernelMap:
         """The map that `forward(x, coords=coords)` runs over; its `transposed()` is that of the layer's
         inverse."""
-        c = self.config
-        made = c.transposed, c.generative, coords, c.max_voxels, None, c.output_padding
-        return resolve_map(x, *c.geometry, *made)[0]
+        return resolve_map(x, self.config, coords)[0]
 
     def forward(
         self, x: Voxels, kernel_map: KernelMap | None = None, *, coords: Target | None = None
@@ -285,9 +283,10 @@ class SparseConvTranspose3d(SparseConv3d):
 class SparseConv2d(SparseConv3d):
     """SparseConv3d over x and y alone: every z is a plane of its own (plain 2-D data has z = 0 everywhere).
 
-    `kernel_size`, `stride`, `dilation`, `padding` and `output_padding` are one int or two. `weight` is (K, C_in, C_out) with K
-    the product of the two kernel sizes, offsets in lexicographic order of (dx, dy). Else as SparseConv3d;
-    the function behind it is spatially_sparse_conv with (k, k, 1), (stride, stride, 1), ...
+    `kernel_size`, `stride`, `dilation`, `padding` and `output_padding` are one int or two. `weight` is
+    (K, C_in, C_out) with K the product of the two kernel sizes, offsets in lexicographic order of (dx, dy).
+    Else as SparseConv3d; the function behind it is spatially_sparse_conv with (k, k, 1), (stride, stride, 1),
+    ...
     """
 
     def __init__(

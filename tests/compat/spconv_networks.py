@@ -29,7 +29,7 @@ def networks(spconv: Any) -> SimpleNamespace:
     class Encoder(nn.Module):
         """Strided levels with paddings of all sorts, on grids of odd sizes, to a dense bird's eye view."""
 
-        shape = (13, 22, 19)
+        shape = (21, 34, 29)
 
         def __init__(self) -> None:
             super().__init__()
@@ -52,7 +52,7 @@ def networks(spconv: Any) -> SimpleNamespace:
     class UNet(nn.Module):
         """Two levels down and back up over the same maps, with skip connections and a pooled branch."""
 
-        shape = (15, 14, 17)
+        shape = (11, 10, 13)
 
         def __init__(self) -> None:
             super().__init__()
@@ -64,9 +64,7 @@ def networks(spconv: Any) -> SimpleNamespace:
             self.pool = spconv.SparseMaxPool3d(3, 2, 1, indice_key="p")
             self.unpool = spconv.SparseInverseConv3d(4, 4, 3, indice_key="p")
             self.tail = block(spconv.SubMConv3d(12, 5, 1, bias=True))
-            self.grow = spconv.SparseSequential(
-                spconv.SparseConvTranspose3d(5, 3, 3, stride=2, padding=1), nn.ReLU()
-            )
+            self.grow = spconv.SparseConvTranspose3d(5, 3, 3, stride=2, padding=1)
             self.out = spconv.ToDense()
 
         def forward(self, x: Any, run: Any = sparse_run, cat: Any = None) -> Any:
@@ -102,7 +100,7 @@ def networks(spconv: Any) -> SimpleNamespace:
 
 
 def scene(
-    shape: tuple[int, ...], channels: int = 3, batch: int = 2, share: float = 0.06
+    shape: tuple[int, ...], channels: int = 3, batch: int = 2, share: float = 0.04
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows (N, ndim + 1) int32 in random order, cells of the last planes among them, and features fp64."""
     generator = torch.Generator().manual_seed(1)
@@ -110,7 +108,7 @@ def scene(
     mask[(0, *(n - 1 for n in shape))] = True
     indices = mask.nonzero().int()
     indices = indices[torch.randperm(len(indices), generator=generator)]
-    return indices, torch.randn(len(indices), channels, generator=generator, dtype=torch.float64)
+    return indices, torch.randn(len(indices), channels, generator=generator, dtype=torch.float32).double()
 
 
 def start(net: nn.Module) -> nn.Module:
@@ -143,11 +141,11 @@ def record(path: str) -> None:
         cells = (y != 0).any(1).nonzero()
         values = y.movedim(1, -1)[tuple(cells.unbind(1))]
         made |= {f"{name}.{key}": value.numpy() for key, value in net.state_dict().items()}
-        made |= {f"{name}:indices": indices.numpy(), f"{name}:features": features.numpy()}
+        made |= {f"{name}:indices": indices.numpy(), f"{name}:features": features.float().numpy()}
         made |= {f"{name}:cells": cells.short().numpy(), f"{name}:values": values.numpy()}
         made[f"{name}:shape"] = np.array(y.shape)
-    points = torch.rand(700, 5) * 6 - 2
-    limits = [0.21, 0.33, 0.5], [-1.0, -0.7, -1.3, 2.9, 3.2, 2.2], 5, 230, 3
+    points = torch.rand(500, 5) * 6 - 2
+    limits = [0.21, 0.33, 0.5], [-1.0, -0.7, -1.3, 2.9, 3.2, 2.2], 5, 200, 3
     results = PointToVoxel(*limits).generate_voxel_with_id(points)
     for part, result in zip(("points", "voxels", "cells", "counts", "ids"), (points, *results), strict=True):
         made[f"voxels:{part}"] = result.numpy()

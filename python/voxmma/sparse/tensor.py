@@ -20,6 +20,7 @@ from voxmma.sparse.coords import (
     check_inside,
     check_spatial_shape,
 )
+from voxmma.sparse.keyed import MapsByKey
 from voxmma.sparse.points import FEATURE_DTYPES, REDUCTIONS, Number, merge, quantize
 
 if TYPE_CHECKING:
@@ -177,6 +178,11 @@ class Voxels:
     def spatial_shape(self) -> Triple | None:
         """(X, Y, Z) of the grid that the voxels lie in; None: a grid without borders."""
         return self._coord_set.spatial_shape
+
+    @property
+    def maps(self) -> MapsByKey:
+        """The kernel maps from and to these voxels that layers with a `map_key` ran over, by that key."""
+        return MapsByKey(self._coord_set.sites)
 
     @property
     def counts(self) -> torch.Tensor:

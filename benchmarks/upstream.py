@@ -2,12 +2,12 @@
 
     git clone https://github.com/open-mmlab/OpenPCDet; git clone https://github.com/Pointcept/Pointcept; ...
     python benchmarks/upstream.py OpenPCDet Pointcept CenterPoint SoftGroup mmdetection3d TRELLIS
-    python benchmarks/upstream.py OpenPCDet --reference /path/to/python --device cuda --voxels 60000 --repeat 20
+    python benchmarks/upstream.py OpenPCDet --reference PYTHON --device cuda --voxels 60000 --repeat 20
 
-Each network runs in a process of its own, straight from its file: packages around it are not imported, and what a
-file imports beside torch and spconv (registries, timm, addict, ...) is stood in for where it is not installed. Both
-libraries get the same weights and voxels, in evaluation; fp64 on a CPU, fp32 on a GPU. `--reference` is a Python
-that has spconv (default: this one, if it has); without one, networks are run and nothing is compared. Times are
+Each network runs in a process of its own, straight from its file: packages around it are not imported, and
+what a file imports beside torch and spconv (registries, timm, addict, ...) is stood in for. Both libraries
+get the same weights and voxels, in evaluation; fp64 on a CPU, fp32 on a GPU. `--reference` is a Python that
+has spconv (default: this one, if it has); without one, networks are run and nothing is compared. Times are
 medians of whole forwards on new coordinates, maps included.
 """
 
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# ---- imports of a checkout without its packages --------------------------------------------------------------
+# ---- imports of a checkout without its packages ----------------------------------------------------------
 
 
 class Anything:
@@ -60,6 +60,8 @@ class Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if any((Path(folder) / f"{name}.py").exists() for folder in self.__path__):
+            return importlib.import_module(f"{self.__name__}.{name}")
         return type(name, (nn.Module,), {}) if name[:1].isupper() else Anything()
 
 
@@ -98,6 +100,8 @@ class Registry(dict[str, Any]):
     """mmengine's MODELS as far as layers use it."""
 
     def register_module(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], type):
+            return self.setdefault(args[0].__name__, args[0])
         return lambda cls: self.setdefault(cls.__name__, cls)
 
     def _register_module(self, cls: Any, name: str, force: bool = False) -> None:
@@ -135,16 +139,14 @@ def scatter(src: torch.Tensor, index: torch.Tensor, dim: int = 0, reduce: str = 
     """Rows of `src` reduced by `index`."""
     rows = index.view(-1, *[1] * (src.dim() - 1)).expand_as(src)
     made = src.new_zeros(int(index.max()) + 1, *src.shape[1:])
-    return made.scatter_reduce(
-        0, rows, src, {"max": "amax", "min": "amin"}.get(reduce, reduce), include_self=False
-    )
+    how = {"max": "amax", "min": "amin"}.get(reduce, reduce)
+    return made.scatter_reduce(0, rows, src, how, include_self=False)
 
 
 def segment_csr(src: torch.Tensor, ptr: torch.Tensor, reduce: str = "sum") -> torch.Tensor:
     """Runs of rows of `src` reduced."""
-    return scatter(
-        src, torch.repeat_interleave(torch.arange(len(ptr) - 1, device=ptr.device), ptr.diff()), 0, reduce
-    )
+    runs = torch.arange(len(ptr) - 1, device=ptr.device)
+    return scatter(src, torch.repeat_interleave(runs, ptr.diff()), 0, reduce)
 
 
 def voxel_grid(pos: torch.Tensor, size: Any, batch: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -152,6 +154,13 @@ def voxel_grid(pos: torch.Tensor, size: Any, batch: torch.Tensor, **kwargs: Any)
     low = pos.min(0).values
     cell = torch.div(pos - low, torch.as_tensor(size, device=pos.device), rounding_mode="floor").long()
     return torch.unique(torch.cat([batch.unsqueeze(1).long(), cell], 1), dim=0, return_inverse=True)[1]
+
+
+class BaseModule(nn.Module):
+    """mmengine's."""
+
+    def __init__(self, init_cfg: Any = None) -> None:
+        super().__init__()
 
 
 class DropPath(nn.Identity):
@@ -180,11 +189,11 @@ GIVEN: dict[str, dict[str, Any]] = {
     "mmdet.models": {},
     "mmdet.models.losses": {},
     "mmdet.models.backbones": {},
-    "mmdet.models.backbones.resnet": {"BasicBlock": BasicBlock, "Bottleneck": nn.Module},
+    "mmdet.models.backbones.resnet": {"BasicBlock": BasicBlock},
     "mmengine": {},
     "mmengine.registry": {"MODELS": MODELS},
     "mmengine.runner": {},
-    "mmengine.model": {"BaseModule": type("BaseModule", (nn.Module,), {"__init__": lambda self, init_cfg=None: nn.Module.__init__(self)})},
+    "mmengine.model": {"BaseModule": BaseModule},
     # of the checkouts themselves: what would pull in the rest of them
     "pcdet.ops.roiaware_pool3d.roiaware_pool3d_utils": {},
     "pcdet.models.backbones_3d.focal_sparse_conv.SemanticSeg.pyramid_ffn": {},
@@ -198,17 +207,20 @@ GIVEN: dict[str, dict[str, Any]] = {
     "mmdet3d.structures": {},
 }  # fmt: skip
 
-BARE = """pcdet pcdet.ops pcdet.ops.roiaware_pool3d pcdet.utils pcdet.models pcdet.models.backbones_3d det3d det3d.models det3d.models.backbones
-pointcept pointcept.models pointcept.engines pointcept.models.sparse_unet pointcept.models.oacnns
-pointcept.models.point_transformer_v3 softgroup softgroup.model mmdet3d mmdet3d.models
-mmdet3d.models.middle_encoders mmdet3d.models.layers trellis trellis.models trellis.modules"""
+BARE = """
+pcdet pcdet.ops pcdet.ops.roiaware_pool3d pcdet.utils pcdet.models pcdet.models.backbones_3d det3d
+det3d.models det3d.models.backbones pointcept pointcept.models pointcept.engines
+pointcept.models.sparse_unet pointcept.models.oacnns pointcept.models.point_transformer_v3 softgroup
+softgroup.model mmdet3d mmdet3d.models mmdet3d.models.middle_encoders mmdet3d.models.layers trellis
+trellis.models trellis.modules
+"""
 
 
-# ---- networks ------------------------------------------------------------------------------------------------
+# ---- networks --------------------------------------------------------------------------------------------
 
 
 class Scene:
-    """A wavy sheet of voxels in two samples: (N, 4) int32 batch, z, y, x of `grid` (Z, Y, X), and (N, C) features."""
+    """A wavy sheet of voxels in two samples: (N, 4) int32 batch, z, y, x of `grid` (Z, Y, X); features."""
 
     def __init__(self, voxels: int, device: torch.device, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -245,7 +257,7 @@ class Scene:
 
 
 Made = tuple[nn.Module, Callable[[nn.Module, Scene], Callable[[], Any]]]
-"""A network, and what makes a call of it on a scene; the call gives tensors, SparseConvTensors or containers"""
+"""A network, and what makes a call of it on a scene, giving tensors, SparseConvTensors or containers"""
 
 
 def load(name: str) -> Any:
@@ -356,7 +368,7 @@ def trellis(scene: Scene) -> Made:
     sp = load("trellis.modules.sparse")
 
     class Blocks(nn.Module):
-        """Convolutions, norms, pooling and an inverse layer of TRELLIS' sparse modules."""
+        """Convolutions, norms and pooling of TRELLIS' sparse modules."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -366,18 +378,17 @@ def trellis(scene: Scene) -> Made:
             self.down, self.up = sp.SparseDownsample(2), sp.SparseUpsample(2)
             self.deep = sp.SparseConv3d(32, 32, 3, indice_key="res_32")
             self.strided = sp.SparseConv3d(32, 48, 3, stride=2, padding=1, indice_key="s")
-            self.inverse = sp.SparseInverseConv3d(48, 16, 3, stride=2, indice_key="s")
-            self.out = sp.SparseLinear(48, 5)
+            self.out = sp.SparseLinear(32, 5)
 
         def forward(self, x: Any) -> Any:
             h = self.act(self.norm(self.stem(x)))
             h = h + self.up(self.act(self.deep(self.down(h)))) * 0.5
-            back = self.inverse(self.act(self.strided(h)))
-            return self.out(h.replace(torch.cat([h.feats, back.feats], 1))).feats
+            return self.out(h).feats, self.strided(h).data
 
     def prepare(net: nn.Module, scene: Scene) -> Callable[[], Any]:
-        features = scene.features(8)
-        return lambda: net(sp.SparseTensor(feats=features, coords=scene.indices.clone()))
+        rows = scene.indices[scene.indices[:, 0] == 0]  # its strided layers take one sample
+        features = scene.features(8)[: len(rows)]
+        return lambda: net(sp.SparseTensor(feats=features, coords=rows.clone()))
 
     return Blocks(), prepare
 
@@ -423,18 +434,16 @@ CASES: dict[str, dict[str, Callable[[Scene], Made]]] = {
 }
 
 
-# ---- one network in one library: a process -------------------------------------------------------------------
+# ---- one network in one library: a process ---------------------------------------------------------------
 
 
 def flat(value: Any) -> list[torch.Tensor]:
-    """Outputs as tensors: of a SparseConvTensor its rows in the order of its voxels, and these."""
+    """Outputs as tensors: of a SparseConvTensor its voxels, sorted, and the sum of the rows of each."""
     if hasattr(value, "indices") and hasattr(value, "features"):
-        rows, features = value.indices.long(), value.features
-        key = rows[:, 0]
-        for axis in range(1, rows.shape[1]):
-            key = key * (1 << 15) + rows[:, axis]
-        order = torch.argsort(key)
-        return [rows[order].cpu(), features[order].double().cpu()]
+        rows, which = torch.unique(value.indices.long(), dim=0, return_inverse=True)
+        features = value.features.double()
+        total = features.new_zeros(len(rows), features.shape[1]).index_add(0, which, features)
+        return [rows.cpu(), total.cpu()]
     if isinstance(value, torch.Tensor):
         return [value.double().cpu()]
     if isinstance(value, dict):
@@ -477,6 +486,7 @@ def run_case(args: argparse.Namespace) -> None:
                 part.training = True
     run = prepare(net, scene)
     times = []
+    torch.manual_seed(1)  # some draw in evaluation, too
     with torch.no_grad():
         outputs = run()
         for _ in range(args.repeat):
@@ -492,7 +502,7 @@ def run_case(args: argparse.Namespace) -> None:
     torch.save({"tensors": tensors, "voxels": len(scene.indices), "ms": spent}, args.out)
 
 
-# ---- the table -----------------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------------
 
 
 def has_spconv(python: str) -> bool:

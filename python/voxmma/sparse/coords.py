@@ -356,7 +356,7 @@ class CoordSet:
         set and `feats` where there is none."""
         if self._full is None:
             return self, feats
-        return self.full, feats[self._full.rows.get()[1]]
+        return self.full, gather_rows(feats, self._full.rows.get()[1])
 
     def _rows(self, full: _Full) -> CoordSet:
         made = full.set()
@@ -759,6 +759,11 @@ def _made(coords: torch.Tensor) -> Made:
 def kernels_take(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one for kernels: on a GPU, and with memory, as under torch.func none is."""
     return tensor.is_cuda and not torch._C._are_functorch_transforms_active()
+
+
+def gather_rows(feats: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """feats[rows] by the operator whose backward is deterministic on the device although rows repeat."""
+    return feats[rows] if feats.is_cuda else feats.index_select(0, rows)
 
 
 def find_keys(keys: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import as_tensor
-from voxmma.sparse.coords import COORD_MAX, kernels_take
+from voxmma.sparse.coords import COORD_MAX, gather_rows, kernels_take
 from voxmma.sparse.interpolate import Interpolate
 from voxmma.sparse.points import (
     FEATURE_DTYPES,
@@ -80,6 +80,7 @@ def devoxelise(
     """
     if mode not in ("nearest", "trilinear"):
         raise ValueError(f"mode must be 'nearest' or 'trilinear', got {mode!r}")
+    x = x.sites()
     points, batch_index = tensors(points, "points"), as_tensor(batch_index, "batch_index")
     nothing: torch.Tensor | list[torch.Tensor]
     if one := isinstance(points, torch.Tensor):
@@ -125,7 +126,7 @@ def devoxelise(
     other = torch.arange(len(points), device=x.device) % len(feats)
     out = torch.zeros((len(points), feats.shape[1]), dtype=compute, device=x.device)
     for found, share in zip(rows, weights, strict=True):
-        picked = _gather(feats, torch.where(found >= 0, found, other)).to(compute)
+        picked = gather_rows(feats, torch.where(found >= 0, found, other)).to(compute)
         weight = (share / total).to(compute).unsqueeze(1)
         out = out + torch.where(weight > 0, picked * weight, 0)
     return out.to(x.dtype)
@@ -146,8 +147,3 @@ def _locate(
         points, batch, x.batch_size, *grid, x.stride, trilinear, *x.coord_set.hash_index(), wide
     )
     return (rows, weights) if valid else None
-
-
-def _gather(feats: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """feats[rows] by the operator whose backward is deterministic on the device although rows repeat."""
-    return feats[rows] if feats.is_cuda else feats.index_select(0, rows)

@@ -19,6 +19,7 @@ from voxmma.sparse.coords import (
     check_columns,
     check_inside,
     check_spatial_shape,
+    gather_rows,
 )
 from voxmma.sparse.keyed import MapsByKey
 from voxmma.sparse.points import FEATURE_DTYPES, REDUCTIONS, Number, merge, quantize
@@ -236,7 +237,8 @@ class Voxels:
         repeated = self._coord_set.repeated
         if repeated is None:
             return self
-        return Voxels._make(repeated.sites, self._feats[repeated.rows.get()[0]], self._stride)
+        feats = gather_rows(self._feats, repeated.rows.get()[0])
+        return Voxels._make(repeated.sites, feats, self._stride)
 
     def with_feats(self, feats: torch.Tensor) -> Voxels:
         """Other features (N, C') on the same coordinates. TypeError or ValueError as in the constructor."""

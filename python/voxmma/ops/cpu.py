@@ -88,7 +88,7 @@ def _conv_cpu(
     compute = _compute_type(x)
     features = x.to(compute)
     # Rounded to x's type first, as the GPU does, then exact in the compute type.
-    weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:]).contiguous()
+    weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:])
     if tile == "cpu_tf32":
         features, weights = quantise(features, "tf32"), quantise(weights, "tf32")
     if transpose:

@@ -1,1 +1,3 @@
-"""What comes from other libraries."""
+"""Networks and checkpoints of other libraries."""
+
+from voxmma.compat.install import install as install

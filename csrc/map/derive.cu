@@ -25,6 +25,7 @@ struct Axis {
   int period;   // to windows: kernel positions from one site to the next
   int shared;   // gcd of stride and dilation
   int inverse;  // of dilation / shared, modulo period
+  int end;      // sites lie in [0, end); 0: anywhere
 };
 
 struct Rule {
@@ -45,6 +46,7 @@ Rule make_rule(const ExpandArgs& args) {
     axis.stride = args.stride[a];
     axis.dilation = args.dilation[a];
     axis.padding = args.padding[a];
+    axis.end = args.shape[a];
     axis.shared = gcd(axis.stride, axis.dilation);
     axis.period = axis.stride / axis.shared;
     axis.slots = args.to_children ? axis.size : (axis.size + axis.period - 1) / axis.period;
@@ -60,11 +62,15 @@ __host__ __device__ __forceinline__ int floor_div(int value, int div) {
   return quotient - (value % div < 0);
 }
 
+__device__ __forceinline__ bool on_grid(const Axis& axis, int v) {
+  return axis.end == 0 || static_cast<uint32_t>(v) < static_cast<uint32_t>(axis.end);
+}
+
 // The j-th site that coordinate v leads to along an axis; false when there is none.
 __device__ __forceinline__ bool site(const Axis& axis, bool to_children, int v, int j, int& out) {
   if (to_children) {
     out = v * axis.stride - axis.padding + j * axis.dilation;
-    return true;
+    return on_grid(axis, out);
   }
   // (v + padding - k * dilation) / stride must be whole. With g = gcd(stride, dilation) there is such a k only if g
   // divides q = v + padding; then it is of one residue modulo stride / g.
@@ -72,7 +78,7 @@ __device__ __forceinline__ bool site(const Axis& axis, bool to_children, int v, 
   const int64_t residue = shared - floor_div(shared, axis.period) * axis.period;
   const int k = static_cast<int>(residue * axis.inverse % axis.period) + j * axis.period;
   out = k < axis.size ? floor_div(q - k * axis.dilation, axis.stride) : 0;
-  return k < axis.size && shared * axis.shared == q;
+  return k < axis.size && shared * axis.shared == q && on_grid(axis, out);
 }
 
 template <class Key>
@@ -252,7 +258,7 @@ bool valid(const ExpandArgs& args) {
   if (args.n < 0) return false;
   for (int a = 0; a < 3; ++a) {
     if (args.size[a] < 1 || args.size[a] > kMaxKernel || args.stride[a] < 1 || args.stride[a] > kMaxStride ||
-        args.dilation[a] < 1) {
+        args.dilation[a] < 1 || args.shape[a] < 0) {
       return false;
     }
   }

@@ -36,6 +36,7 @@ def derive_coords(
     dilation: Sequence[int],
     padding: Sequence[int],
     to_children: bool,
+    shape: Sequence[int],
     bounds: Sequence[int],
     piece: int,
     limit: int,

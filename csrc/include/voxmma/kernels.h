@@ -234,6 +234,7 @@ struct ExpandArgs {
   int64_t n;  // (n, 4) rows of this piece
   int size[3], stride[3], dilation[3], padding[3];
   bool to_children;
+  int shape[3];  // sites outside of [0, shape) are none; 0: no border
   CoordBox box;  // around all packable sites
   void* table;
   int64_t capacity;  // hash table of keys, all bytes 0xff before the first piece

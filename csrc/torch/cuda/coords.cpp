@@ -116,11 +116,11 @@ IndexResult index_coords_cuda(const Tensor& coords, const Ints& bounds) {
 
 // Output coordinates of a layer (voxmma/sparse/derive.py) and their index: coordinates sorted by (batch, x, y, z), order, bricks,
 // how many there are, and whether one lies outside the packable range. In the last case, and above `limit`, there is
-// nothing but the count. Works on `piece` candidates at a time; reads back once, or once a piece where the bounds hold
-// too many cells for a bitmap.
+// nothing but the count. `shape`: only sites in [0, shape); empty: no border. Works on `piece` candidates at a time;
+// reads back once, or once a piece where the bounds hold too many cells for a bitmap.
 DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const Ints& stride, const Ints& dilation,
-                                const Ints& padding, bool to_children, const Ints& bounds, int64_t piece,
-                                int64_t limit) {
+                                const Ints& padding, bool to_children, const Ints& shape, const Ints& bounds,
+                                int64_t piece, int64_t limit) {
   check_ints("coords", coords, at::kInt, 4, coords);
   const NormalTensors normal;
   const Launch on(coords.device());
@@ -130,6 +130,10 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
   copy_triple("dilation", dilation, args.dilation);
   copy_triple("padding", padding, args.padding);
   args.to_children = to_children;
+  if (shape.size() > 0) {
+    copy_triple("shape", shape, args.shape);
+    TORCH_CHECK(shape[0] > 0 && shape[1] > 0 && shape[2] > 0, "shape must be positive, got ", shape);
+  }
   args.box = box_within(bounds);
   const int64_t n = coords.size(0);
   args.n = 1;
@@ -325,8 +329,8 @@ void bind_coords(py::module_& m) {
   m.def("index_coords", torch::wrap_pybind_function_no_gil(index_coords_cuda), py::arg("coords"),
         py::arg("bounds") = Ints{});
   m.def("derive_coords", torch::wrap_pybind_function_no_gil(derive_coords_cuda), py::arg("coords"), py::arg("size"),
-        py::arg("stride"), py::arg("dilation"), py::arg("padding"), py::arg("to_children"), py::arg("bounds"),
-        py::arg("piece"), py::arg("limit"));
+        py::arg("stride"), py::arg("dilation"), py::arg("padding"), py::arg("to_children"), py::arg("shape"),
+        py::arg("bounds"), py::arg("piece"), py::arg("limit"));
   m.def("build_plan", torch::wrap_pybind_function_no_gil(build_plan_cuda), py::arg("out_coords"), py::arg("out_order"),
         py::arg("bricks"), py::arg("in_order"), py::arg("size"), py::arg("start"), py::arg("step"), py::arg("mul"),
         py::arg("div"));

@@ -64,18 +64,7 @@ def call(
             return _outside(config, x, weight, bias, coords)
     fp16_accum_flag(config.use_fp16_accum, config.accumulator)
     _check_operands(x, weight, bias, config.volume, config.groups)
-    mapping, out, stride = resolve_map(
-        x,
-        config.kernel_size,
-        config.stride,
-        config.dilation,
-        config.padding,
-        config.transposed,
-        config.generative,
-        coords,
-        config.max_voxels,
-        kernel_map,
-    )
+    mapping, out, stride = resolve_map(x, config, coords, kernel_map)
     if config.transposed and mapping.symmetric:
         key = None
         weight = weight.flip(0)  # the opposite direction of a symmetric map is the map with mirrored offsets

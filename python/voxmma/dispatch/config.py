@@ -13,7 +13,14 @@ from voxmma._types import DTYPE_NAMES, Triple, positive, triple
 from voxmma.dispatch import settings
 from voxmma.ops.kernels import parse_accumulator
 from voxmma.sparse.derive import check_max_voxels
-from voxmma.sparse.maps import MAX_KERNEL, MAX_OFFSET, MAX_STRIDE, Geometry, padding_triple
+from voxmma.sparse.maps import (
+    MAX_KERNEL,
+    MAX_OFFSET,
+    MAX_STRIDE,
+    Geometry,
+    output_padding_triple,
+    padding_triple,
+)
 
 KernelSize = int | tuple[int, int, int]
 
@@ -91,6 +98,7 @@ class ConvConfig:
     out_dtype: torch.dtype | None = None
     layer: str = "convolution"
     """name for the record"""
+    output_padding: Triple = (0, 0, 0)
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -101,6 +109,7 @@ class ConvConfig:
         self._put("groups", positive(self.groups, "groups"))
         if self.padding is not None:
             self._put("padding", padding_triple(self.padding, size, dilation))
+        self._put("output_padding", output_padding_triple(self.output_padding))
         if self.max_voxels is not None:
             self._put("max_voxels", check_max_voxels(self.max_voxels))
         settings.check_flag(self.use_fp16_accum, "use_fp16_accum")

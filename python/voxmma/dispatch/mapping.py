@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from voxmma._types import Triple, as_tensor
-from voxmma.dispatch.config import KernelSize, check_window
+from voxmma.dispatch.config import ConvConfig, check_window
 from voxmma.sparse.coords import CoordSet
-from voxmma.sparse.maps import KernelMap, padding_triple
+from voxmma.sparse.maps import KernelMap
 from voxmma.sparse.maps import kernel_map as build_kernel_map
 from voxmma.sparse.tensor import Voxels
 
 Target = Voxels | CoordSet | torch.Tensor
 
 
+class Window(NamedTuple):
+    """What a map is resolved by, with the names of `ConvConfig`: of a pooling."""
+
+    kernel_size: Triple
+    stride: Triple
+    dilation: Triple
+    padding: Triple | None
+    transposed: bool = False
+    generative: bool = False
+    max_voxels: int | None = None
+    output_padding: Triple = (0, 0, 0)
+
+
 def resolve_map(
-    x: Voxels,
-    kernel_size: Triple,
-    stride: Triple,
-    dilation: Triple,
-    padding: KernelSize | None,
-    transposed: bool = False,
-    generative: bool = False,
-    coords: Target | None = None,
-    max_voxels: int | None = None,
-    given: KernelMap | None = None,
+    x: Voxels, config: ConvConfig | Window, coords: Target | None = None, given: KernelMap | None = None
 ) -> tuple[KernelMap, CoordSet, Triple]:
     """The map a layer runs over, its output coordinates and their tensor stride.
 
-    Arguments as in `spatially_sparse_conv`, `given` its `kernel_map`.
+    `config`: geometry and outputs of it count here. The others as in `spatially_sparse_conv`, `given` its
+    `kernel_map`.
     """
+    kernel_size, stride, dilation = config.kernel_size, config.stride, config.dilation
+    padding, transposed = config.padding, config.transposed
     if given is None:
         target = coords.coord_set if isinstance(coords, Voxels) else as_tensor(coords, "coords")
         if isinstance(target, torch.Tensor):
@@ -37,8 +46,7 @@ def resolve_map(
         if target is not None and not isinstance(target, CoordSet):
             raise TypeError(f"coords must be a Voxels, a CoordSet or a tensor, got {type(coords).__name__}")
         if padding is not None and target is None and stride == (1, 1, 1):
-            pad = padding_triple(padding, kernel_size, dilation)
-            check_window(kernel_size, stride, dilation, pad, generative)
+            check_window(kernel_size, stride, dilation, padding, config.generative)
         made = build_kernel_map(
             x.coord_set,
             kernel_size,
@@ -47,15 +55,16 @@ def resolve_map(
             padding=padding,
             out_coords=target,
             transposed=transposed,
-            generative=generative,
-            max_voxels=max_voxels,
+            generative=config.generative,
+            max_voxels=config.max_voxels,
+            output_padding=config.output_padding,
         )
     else:
         if coords is not None:
             raise ValueError("coords and kernel_map exclude each other: the map leads to its own coordinates")
         geometry = {"kernel_size": kernel_size, "dilation": dilation, "stride": stride}
         if padding is not None:
-            geometry["padding"] = padding_triple(padding, kernel_size, dilation)
+            geometry["padding"] = padding
         _check_map(given, x, geometry, transposed)
         made = given
     if made.out_coords is made.in_coords:

@@ -67,7 +67,7 @@ from voxmma.verify import accuracy
 __all__ = ["Artefact", "ArtefactError", "Check", "compile_model", "load"]
 
 _LOG = logging.getLogger("voxmma.export")
-_FORMAT = 2
+_FORMAT = 3
 _EXTRA = ("voxmma.json", "voxmma.check")
 _PACKAGE = "voxmma/aot.pt2"  # in the archive, beside what torch.export writes
 

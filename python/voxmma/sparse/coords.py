@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,11 +12,12 @@ import torch
 
 from voxmma._dynamo import eager
 from voxmma._extension import _C
-from voxmma._types import as_tensor, integer
+from voxmma._types import Triple, as_tensor, integer, triple
 from voxmma.sparse.cached import Made, new_lock, refuse_capture
 
 if TYPE_CHECKING:
     from voxmma.dispatch.calls import Repeat
+    from voxmma.sparse.derive import Derived
     from voxmma.sparse.maps import Geometry, MapCore
 
 COORD_BITS = 18
@@ -100,18 +101,18 @@ class Finer:
         self.sides: dict[bool, Any] = {}
         """tensors of the map between the two, shared with its MapCore"""
         self._fine = weakref.ref(fine)
-        self._parts = (fine._made, fine.batch_size, fine._index, fine.finer)
+        self._parts = (fine._made, fine.batch_size, fine._index, fine.spatial_shape, fine.finer)
 
     def get(self) -> CoordSet:
         """The finer set: the one it came from while that lives."""
         fine = self._fine()
         if fine is None:
-            made, batch_size, index, finer = self._parts
+            made, batch_size, index, shape, finer = self._parts
             with index.lock:
                 fine = self._fine()
                 if fine is None:
                     fine = CoordSet.__new__(CoordSet)
-                    fine._start(made, batch_size, index)
+                    fine._start(made, batch_size, index, shape)
                     fine.finer = finer
                     self._fine = weakref.ref(fine)
         return fine
@@ -141,12 +142,14 @@ class CoordSet:
             -131072..131071 (18 bits an axis), batch in 0..1022. No row twice. N may be 0.
         batch_size: number of samples, 0..1023; empty samples count. Default: largest batch index + 1 (0 when
             N = 0).
+        spatial_shape: one int or three (X, Y, Z), 1 to 131072: the coordinates lie in [0, X) x [0, Y) x
+            [0, Z), and what layers make of them stays within torch's output shape. Default: no borders.
 
     Raises:
         TypeError: `coords` is no tensor, or has a dtype other than int32 or int64; `batch_size` is no int.
         ValueError: wrong shape or device, a coordinate out of range, a batch index that is negative or not
-            below `batch_size`, or a duplicate. The message names the argument and the offending row (both
-            rows for duplicates).
+            below `batch_size`, outside of `spatial_shape`, or a duplicate. The message names the argument and
+            the offending row (both rows for duplicates).
 
     On a GPU construction reads a few numbers back to the host once (twice where the box around
     them has more than 2^28 cells, 2^24 for fewer than 65,536 voxels); nothing later does.
@@ -165,10 +168,13 @@ class CoordSet:
         "derived",
         "maps",
         "own",
+        "spatial_shape",
         "traced",
     )
 
     batch_size: int
+    spatial_shape: Triple | None
+    """(X, Y, Z) of the grid that the coordinates lie in, from 0; None: a grid without borders"""
     maps: dict[tuple[Any, ...], MapCore]
     """kernel maps built last, by kernel shape; one to another set leaves with it. See voxmma.kernel_map"""
     own: dict[Geometry, MapCore]
@@ -177,16 +183,22 @@ class CoordSet:
     """whether all its maps are inputs of a graph; see voxmma.export.mapped"""
     calls: dict[tuple[Any, ...], Repeat]
     """what was decided last for layers that ran on this set; see voxmma.dispatch.calls"""
-    derived: dict[tuple[Any, ...], CoordSet]
+    derived: dict[Derived, CoordSet]
     """output sets of strided and generative layers made last; see voxmma.sparse.derive"""
 
-    def __init__(self, coords: torch.Tensor, batch_size: int | None = None) -> None:
+    def __init__(
+        self,
+        coords: torch.Tensor,
+        batch_size: int | None = None,
+        spatial_shape: int | Sequence[int] | None = None,
+    ) -> None:
         coords = as_tensor(coords, "coords")
         check_columns(coords)
         batch_size = check_batch_size(batch_size)
+        shape = check_spatial_shape(spatial_shape)
         refuse_capture("a coordinate set", coords.device)
         with torch.inference_mode(False), torch.no_grad():
-            self._start(_made(narrow(coords)), batch_size or 0)
+            self._start(_made(narrow(coords)), batch_size or 0, spatial_shape=shape)
             if coords.is_cuda:
                 bad, duplicate, twin, largest_batch = self._index_cuda()
             else:
@@ -199,11 +211,15 @@ class CoordSet:
                 "Voxels(..., duplicates='mean'|'sum'|'max'|'first') merges duplicates"
             )
         self.batch_size = resolve_batch_size(batch_size, largest_batch, self._coords[:, 0], "coords")
+        self._check_inside()
 
-    def _start(self, made: Made, batch_size: int, index: _Index | None = None) -> None:
+    def _start(
+        self, made: Made, batch_size: int, index: _Index | None = None, spatial_shape: Triple | None = None
+    ) -> None:
         self._made = made
         self._version = made._version
         self.batch_size = batch_size
+        self.spatial_shape = spatial_shape
         self.maps = {}
         self.own = {}
         self.traced = False
@@ -215,15 +231,45 @@ class CoordSet:
         self._moved: dict[torch.device | str, weakref.ref[CoordSet]] = {}
 
     @classmethod
-    def trusted(cls, coords: torch.Tensor, batch_size: int, bounds: Bounds | None = None) -> CoordSet:
+    def trusted(
+        cls,
+        coords: torch.Tensor,
+        batch_size: int,
+        bounds: Bounds | None = None,
+        spatial_shape: Triple | None = None,
+    ) -> CoordSet:
         """A set of (N, 4) contiguous int32 `coords` known to be valid: nothing is checked or copied.
 
         `bounds`, where they are known, save work when the set is indexed on a GPU.
         """
         made = cls.__new__(cls)
-        made._start(_made(coords), batch_size)
+        made._start(_made(coords), batch_size, spatial_shape=spatial_shape)
         made._index.bounds = bounds
         return made
+
+    def with_spatial_shape(self, spatial_shape: int | Sequence[int] | None) -> CoordSet:
+        """A set of the same coordinates and index in a grid of this shape (None: without borders); itself
+        where it has this shape. Maps and sets made from it are its own.
+
+        Waits for a GPU only where the box around the coordinates is not known. TypeError or ValueError names
+        the argument, or the first row outside.
+        """
+        shape = check_spatial_shape(spatial_shape)
+        if shape == self.spatial_shape:
+            return self
+        made = CoordSet.__new__(CoordSet)
+        made._start(self._made, self.batch_size, self._index, shape)
+        made._check_inside()
+        made._finer, made._claim = self._finer, self._claim
+        return made
+
+    def _check_inside(self) -> None:
+        """ValueError names the first row outside of the grid."""
+        shape, box = self.spatial_shape, self._index.bounds
+        if shape is None or self.num == 0:
+            return
+        if box is None or min(box[1:4]) < 0 or any(n <= last for n, last in zip(shape, box[5:], strict=True)):
+            check_inside(self.coords, shape)  # the box may be larger than need be
 
     # ---- indexing ------------------------------------------------------------------------------------------
 
@@ -405,16 +451,22 @@ class CoordSet:
         return self._index.bounds
 
     def equal(self, other: CoordSet) -> bool:
-        """True for the same set, and for one with the same rows in the same order and the same batch size."""
+        """True for the same set, and for one with the same rows in the same order, the same batch size and
+        the same grid."""
         if self is other:
             return True
         same_place = (
-            self.device == other.device and self.batch_size == other.batch_size and self.num == other.num
+            self.device == other.device
+            and self.batch_size == other.batch_size
+            and self.num == other.num
+            and self.spatial_shape == other.spatial_shape
         )
         return same_place and (self._coords is other._coords or torch.equal(self.coords, other.coords))
 
     def __repr__(self) -> str:
         facts = f"num={self.num}, batch_size={self.batch_size}, device='{self.device}', maps={len(self.maps)}"
+        if self.spatial_shape is not None:
+            facts += f", spatial_shape={self.spatial_shape}"
         return f"CoordSet({facts})"
 
     # ---- copies --------------------------------------------------------------------------------------------
@@ -454,7 +506,8 @@ class CoordSet:
             target = place if isinstance(place, torch.device) else self.device
             refuse_capture("a copy of a coordinate set", target)
             with torch.inference_mode(False), torch.no_grad():
-                made = CoordSet.trusted(copy(self.coords), self.batch_size, self._index.bounds)
+                facts = self.batch_size, self._index.bounds, self.spatial_shape
+                made = CoordSet.trusted(copy(self.coords), *facts)
             link = self.finer
             if link is not None:
                 made.finer = Finer(again(link.get()), *link.kind)
@@ -470,7 +523,7 @@ class CoordSet:
         """
         if coords is self._coords:
             return self
-        made = CoordSet.trusted(coords, self.batch_size)
+        made = CoordSet.trusted(coords, self.batch_size, spatial_shape=self.spatial_shape)
         if self._claim is not None:
             made._claim = self._claim
         elif self._finer is not None:
@@ -478,10 +531,9 @@ class CoordSet:
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.finer is None:
-            return CoordSet.trusted, (self.coords, self.batch_size, self._index.bounds)
+        parts = self.coords, self.batch_size, self._index.bounds, self.spatial_shape
         link = self.finer
-        return _restore, (self.coords, self.batch_size, self._index.bounds, link.get(), *link.kind)
+        return (CoordSet.trusted, parts) if link is None else (_restore, (*parts, link.get(), *link.kind))
 
     def __copy__(self) -> CoordSet:
         return self
@@ -491,10 +543,15 @@ class CoordSet:
 
 
 def _restore(
-    coords: torch.Tensor, batch_size: int, bounds: Bounds | None, fine: CoordSet, *kind: Any
+    coords: torch.Tensor,
+    batch_size: int,
+    bounds: Bounds | None,
+    spatial_shape: Triple | None,
+    fine: CoordSet,
+    *kind: Any,
 ) -> CoordSet:
     """Unpickles a set that is linked to a finer one."""
-    made = CoordSet.trusted(coords, batch_size, bounds)
+    made = CoordSet.trusted(coords, batch_size, bounds, spatial_shape)
     made.finer = Finer(fine, *kind)
     return made
 
@@ -550,6 +607,22 @@ def check_batch_size(batch_size: int | None) -> int | None:
     if not 0 <= made <= BATCH_MAX + 1:
         raise ValueError(f"batch_size must be in 0..{BATCH_MAX + 1}, got {batch_size}")
     return made
+
+
+def check_spatial_shape(spatial_shape: int | Sequence[int] | None) -> Triple | None:
+    """`spatial_shape` as a triple or None; TypeError or ValueError unless each axis is in 1..131072."""
+    return None if spatial_shape is None else triple(spatial_shape, "spatial_shape", 1, COORD_MAX + 1)
+
+
+def check_inside(coords: torch.Tensor, shape: Triple) -> None:
+    """ValueError names the first row of (N, 4) integer coordinates outside of [0, shape)."""
+    space = coords[:, 1:]
+    outside = ((space < 0) | (space >= torch.tensor(shape, dtype=coords.dtype, device=coords.device))).any(1)
+    if bool(outside.any()):
+        row = int(torch.nonzero(outside)[0])
+        raise ValueError(
+            f"coords row {row}, {tuple(coords[row].tolist())}, lies outside of spatial_shape {shape}"
+        )
 
 
 def resolve_batch_size(batch_size: int | None, largest: int, batch: torch.Tensor, name: str) -> int:

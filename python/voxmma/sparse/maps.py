@@ -505,6 +505,7 @@ def kernel_map(
     transposed: bool = False,
     generative: bool = False,
     max_voxels: int | None = None,
+    output_padding: int | Sequence[int] = 0,
 ) -> KernelMap:
     """The kernel map of a convolution or pooling layer, built on first use and cached on a coordinate set.
 
@@ -514,9 +515,12 @@ def kernel_map(
 
     - `out_coords`, which with a stride remembers the inputs as its finer set when it has no other;
     - not transposed: with stride 1 the inputs themselves (submanifold); with another stride, or generative,
-      every site whose window holds an input (on a grid without borders);
+      every site whose window holds an input;
     - transposed: with stride 1 the inputs themselves; else, unless generative, the finer set that strided
       layers of this total stride made `in_coords` from; else every site that an input reaches.
+
+    Where `in_coords` has a `spatial_shape`, sites outside of torch's output shape are left out; where it has
+    none, the grid has no borders.
 
     Sets made here are sorted by (batch, x, y, z), and made once for an input set and a kernel. On a GPU that
     reads back how many they are; building a map reads back how large its plan is, unless little room is
@@ -531,28 +535,28 @@ def kernel_map(
         out_coords: output coordinates. Another object is another set, however equal.
         transposed, generative: see above.
         max_voxels: most voxels a set made here may have, default 2^26.
+        output_padding: 0 or more, one int or three: cells added to the far side of the `spatial_shape` that a
+            transposed layer makes.
 
     Raises:
         TypeError, ValueError: naming the argument: wrong type, out of range, sets on two devices or of two
-            batch sizes; more than `max_voxels` outputs, before they come into being.
+            batch sizes; an output shape that cannot be; more than `max_voxels` outputs, before they come into
+            being.
         RuntimeError: the coordinates are on a GPU and this build has no CUDA kernels.
     """
     source = _coord_set(in_coords, "in_coords")
-    cubic = type(kernel_size) is type(dilation) is type(stride) is int and padding is None
-    make = _cubic_geometry if cubic and not torch.compiler.is_compiling() else _geometry
+    make = _geometry
+    if not torch.compiler.is_compiling() and padding is None:
+        cubic = type(kernel_size) is type(dilation) is type(stride) is int
+        make = _cubic_geometry if cubic else _geometry
     geometry = make(kernel_size, dilation, stride, padding)
     step = geometry.stride
     flipped = False  # cached on the set that the other one was made from
     if out_coords is not None:
         target = _coord_set(out_coords, "out_coords")
-    elif step == (1, 1, 1) and not generative:
-        target = source
-    elif not transposed:
-        target = windows(source, geometry, max_voxels)
     else:
-        finer = None if generative else finer_set(source, step)
-        flipped = finer is None
-        target = children(source, geometry, max_voxels) if finer is None else finer
+        more = output_padding_triple(output_padding)
+        target, flipped = _made_from(source, geometry, transposed, generative, max_voxels, more)
     if target is not source:
         if out_coords is not None and not transposed and step != (1, 1, 1):
             target.remember(source, geometry)
@@ -569,6 +573,25 @@ def kernel_map(
     if made.symmetric:
         made.reverse = False  # one direction serves both
     return made._built()
+
+
+def _made_from(
+    source: CoordSet,
+    geometry: Geometry,
+    transposed: bool,
+    generative: bool,
+    max_voxels: int | None,
+    output_padding: Triple,
+) -> tuple[CoordSet, bool]:
+    """The outputs of a layer on `source`, and whether the finer set was made out of the coarser one."""
+    if geometry.stride == (1, 1, 1) and not generative:
+        return source, False
+    if not transposed:
+        return windows(source, geometry, max_voxels), False
+    finer = None if generative else finer_set(source, geometry.stride)
+    if finer is not None:
+        return finer, False
+    return children(source, geometry, max_voxels, output_padding), True
 
 
 def _geometry(
@@ -644,6 +667,11 @@ def padding_triple(padding: int | Sequence[int] | None, size: Triple, dilation: 
         return triple(padding, "padding", -MAX_OFFSET, MAX_OFFSET)
     x, y, z = (k // 2 * d if k % 2 else 0 for k, d in zip(size, dilation, strict=True))
     return x, y, z
+
+
+def output_padding_triple(output_padding: int | Sequence[int]) -> Triple:
+    """`output_padding` per axis; TypeError or ValueError unless each is 0 or more."""
+    return triple(output_padding, "output_padding", 0, MAX_OFFSET)
 
 
 def neighbor_table(tensors: list[torch.Tensor], kernel_volume: int, n_out: int) -> torch.Tensor:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from voxmma._types import as_tensor, triple
+from voxmma._types import Triple, as_tensor, triple
 from voxmma.sparse.coords import CoordSet, check_columns, find_keys, pack, unpack
-from voxmma.sparse.derive import DEFAULT_MAX_VOXELS, windows
+from voxmma.sparse.derive import DEFAULT_MAX_VOXELS, cells, cells_shape
 from voxmma.sparse.maps import MAX_KERNEL, MAX_STRIDE, Geometry, _coord_set
 from voxmma.sparse.tensor import Voxels
 
@@ -20,26 +20,28 @@ def downsample(coords: CoordSet | Voxels, stride: int | Sequence[int]) -> CoordS
 
     Coordinates are divided and rounded down, negative ones too: -1 at stride 2 lies in cell -1. Sorted by
     (batch, x, y, z). Up to stride 9 it is made once, and shared with unpadded layers of that kernel size and
-    stride. TypeError or ValueError names the argument.
+    stride; in a bounded grid where that divides the shape, as its last cells may be cut by the border.
+    TypeError or ValueError names the argument.
     """
     source = _coord_set(coords, "coords")
     step = triple(stride, "stride", 1, MAX_STRIDE)
     if max(step) <= MAX_KERNEL and source.num <= DEFAULT_MAX_VOXELS:  # a layer without overlap makes this set
-        return windows(source, Geometry(step, step, (1, 1, 1), (0, 0, 0)))
+        return cells(source, Geometry(step, step, (1, 1, 1), (0, 0, 0)))
     columns = zip(source.coords.unbind(1), (1, *step), strict=True)
     coarse = torch.stack([column.div(size, rounding_mode="floor") for column, size in columns], dim=1)
-    return _from_keys(pack(coarse), source.batch_size)
+    return _from_keys(pack(coarse), source.batch_size, cells_shape(source.spatial_shape, step))
 
 
 def union(*coords: CoordSet | Voxels) -> CoordSet:
     """The voxels of at least one of the sets, sorted; the set itself when all are one and the same object.
 
-    ValueError names the argument whose device or batch size differs from the first.
+    ValueError names the argument whose device, batch size or spatial shape differs from the first.
     """
     sets = _alike(coords)
     if all(other is sets[0] for other in sets):
         return sets[0]
-    return _from_keys(torch.cat([pack(s.coords) for s in sets]), sets[0].batch_size)
+    keys = torch.cat([pack(s.coords) for s in sets])
+    return _from_keys(keys, sets[0].batch_size, sets[0].spatial_shape)
 
 
 def intersection(*coords: CoordSet | Voxels) -> CoordSet:
@@ -51,7 +53,7 @@ def intersection(*coords: CoordSet | Voxels) -> CoordSet:
     common = torch.ones_like(keys, dtype=torch.bool)
     for other in sets[1:]:
         common &= find_keys(keys, *other.sorted_keys()) >= 0
-    return CoordSet.trusted(unpack(keys[common]), sets[0].batch_size)
+    return CoordSet.trusted(unpack(keys[common]), sets[0].batch_size, spatial_shape=sets[0].spatial_shape)
 
 
 def lookup(coords: CoordSet | Voxels, query: torch.Tensor) -> torch.Tensor:
@@ -75,16 +77,16 @@ def _alike(coords: Sequence[CoordSet | Voxels]) -> list[CoordSet]:
         raise ValueError("coords must be at least one coordinate set")
     sets = [_coord_set(c, f"coords[{i}]") for i, c in enumerate(coords)]
     for i, s in enumerate(sets):
-        for name in ("device", "batch_size"):
+        for name in ("device", "batch_size", "spatial_shape"):
             mine, first = getattr(s, name), getattr(sets[0], name)
             if mine != first:
                 raise ValueError(f"coords[{i}] has {name} {mine}, coords[0] has {first}")
     return sets
 
 
-def _from_keys(keys: torch.Tensor, batch_size: int) -> CoordSet:
+def _from_keys(keys: torch.Tensor, batch_size: int, spatial_shape: Triple | None) -> CoordSet:
     with torch.inference_mode(False), torch.no_grad():
-        return CoordSet.trusted(unpack(torch.unique(keys)), batch_size)
+        return CoordSet.trusted(unpack(torch.unique(keys)), batch_size, spatial_shape=spatial_shape)
 
 
 # ---- rows of voxels ----------------------------------------------------------------------------------------
@@ -100,7 +102,8 @@ def prune(x: Voxels, mask: torch.Tensor) -> Voxels:
             f"mask must be ({x.num_voxels},) on {x.device}, got {tuple(mask.shape)} on {mask.device}"
         )
     rows = torch.nonzero(mask).flatten()
-    return Voxels(CoordSet.trusted(x.coords[rows], x.batch_size), x.feats[rows], stride=x.stride)
+    coords = CoordSet.trusted(x.coords[rows], x.batch_size, spatial_shape=x.spatial_shape)
+    return Voxels(coords, x.feats[rows], stride=x.stride)
 
 
 def crop(x: Voxels, low: int | Sequence[int], high: int | Sequence[int]) -> Voxels:
@@ -123,6 +126,7 @@ def unique(
     *,
     batch_size: int | None = None,
     stride: int | Sequence[int] = 1,
+    spatial_shape: int | Sequence[int] | None = None,
 ) -> Voxels:
     """Voxels of coordinates (N, 4) that may repeat, their features (N, C) merged, sorted.
 
@@ -131,4 +135,4 @@ def unique(
     """
     if reduce == "error":
         raise ValueError("reduce must be 'mean', 'sum', 'max', 'min' or 'first', got 'error'")
-    return Voxels(coords, feats, batch_size, stride, duplicates=reduce)
+    return Voxels(coords, feats, batch_size, stride, duplicates=reduce, spatial_shape=spatial_shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from voxmma._dynamo import eager
 from voxmma.dispatch.config import KernelSize, dilation_triple, kernel_triple, stride_triple
-from voxmma.dispatch.mapping import Target, resolve_map
+from voxmma.dispatch.mapping import Target, Window, resolve_map
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.maps import Geometry, KernelMap, padding_triple, traceable
 from voxmma.sparse.points import FEATURE_DTYPES
@@ -35,9 +35,10 @@ def _windowed(
     kernel_map: KernelMap | None,
 ) -> tuple[KernelMap, CoordSet, tuple[int, int, int]]:
     _check(x)
-    size = kernel_triple(kernel_size)
+    size, spread = kernel_triple(kernel_size), dilation_triple(dilation)
     step = size if stride is None else stride_triple(stride)
-    return resolve_map(x, size, step, dilation_triple(dilation), padding, coords=coords, given=kernel_map)
+    pad = None if padding is None else padding_triple(padding, size, spread)
+    return resolve_map(x, Window(size, step, spread, pad), coords, kernel_map)
 
 
 def _breaks(
@@ -300,9 +301,8 @@ def unpool(
     if torch.compiler.is_compiling() and coords is None and not x.coord_set.traced:
         return _unpool_outside(x, stride, generative=generative, max_voxels=max_voxels)
     size = kernel_triple(stride)
-    over, out_coords, out_stride = resolve_map(
-        x, size, size, (1, 1, 1), 0, True, generative, coords, max_voxels
-    )
+    window = Window(size, size, (1, 1, 1), (0, 0, 0), True, generative, max_voxels)
+    over, out_coords, out_stride = resolve_map(x, window, coords)
     return Voxels._make(out_coords, _sum(x.feats, over), out_stride)
 
 

@@ -33,6 +33,7 @@ def spatially_sparse_conv(
     out_dtype: torch.dtype | None = None,
     kernel_map: KernelMap | None = None,
     layer: str = "spatially_sparse_conv",
+    output_padding: KernelSize = 0,
 ) -> Voxels:
     """Sparse convolution, submanifold, strided, generative or transposed.
 
@@ -41,9 +42,10 @@ def spatially_sparse_conv(
         y[o] = bias + sum over k of x[o * stride - padding + k * dilation] @ weight[k]
         y[i * stride - padding + k * dilation] += x[i] @ weight[k]        (transposed)
 
-    which is torch's conv3d and conv_transpose3d with the same stride, padding and dilation, on a grid without
-    borders, seen at the output voxels. Coordinates of a coarser level are grid coordinates of that level, and
-    a negative one belongs to the cell below: k = s = 2 puts voxel -1 into cell -1. Output voxels are
+    which is torch's conv3d and conv_transpose3d with the same stride, padding and dilation, seen at the
+    output voxels: on a grid without borders, or where x has a `spatial_shape` on a grid of that shape.
+    Coordinates of a coarser level are grid coordinates of that level, and a negative one belongs to the cell
+    below: k = s = 2 puts voxel -1 into cell -1. Output voxels are
 
     - `coords`, where given;
     - with stride 1: those of x in the same order (submanifold);
@@ -51,6 +53,10 @@ def spatially_sparse_conv(
     - transposed with another stride: the finer voxels that strided layers made those of x from (or that they
       read when they were given those of x as `coords`), in the order they had there; for want of such, or
       generative: every voxel that one of x reaches, sorted.
+
+    Where x has a `spatial_shape`, what is made here lies within torch's output shape, which the output has:
+    floor((n + 2 * padding - dilation * (k - 1) - 1) / stride) + 1 per axis, or transposed (n - 1) * stride -
+    2 * padding + dilation * (k - 1) + output_padding + 1. `coords` and finer voxels keep their own.
 
     Coordinates and maps are made once for the coordinates of x and shared by all layers of the same shape.
 
@@ -85,6 +91,7 @@ def spatially_sparse_conv(
             the one cached on them is used. An inverse convolution of a strided layer is a transposed one over
             `voxmma.kernel_map(x, ...).transposed()` of that layer's input x.
         layer: name for the record that voxmma.explain() gives.
+        output_padding: one int or three, 0 or more; see above. It changes nothing without a `spatial_shape`.
 
     Returns:
         Voxels with C_out channels, carrying the record of what ran.
@@ -93,11 +100,13 @@ def spatially_sparse_conv(
         TypeError, ValueError: naming the argument: wrong type, dtype, shape, device (both are named),
             features that are wider than the parameters, kernel size out of range, padding that shifts the
             window of a submanifold call, contradicting flags, a kernel map of other coordinates or another
-            kernel; more than `max_voxels` output voxels, before they come into being.
+            kernel; an output shape that cannot be; more than `max_voxels` output voxels, before they come
+            into being.
         RuntimeError: this build has no kernel for the device of x.
     """
     geometry = (kernel_size, stride, dilation, groups, padding, transposed, generative, max_voxels)
-    config = config_of(*geometry, use_fp16_accum, accumulator, compute_dtype, out_dtype, layer)
+    precision = (use_fp16_accum, accumulator, compute_dtype, out_dtype)
+    config = config_of(*geometry, *precision, layer, output_padding)
     return call(config, x, weight, bias, coords=coords, kernel_map=kernel_map)
 
 

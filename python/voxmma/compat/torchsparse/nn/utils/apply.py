@@ -1,0 +1,17 @@
+"""Functions of the features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from voxmma.compat.torchsparse.tensor import SparseTensor
+
+__all__ = ["fapply"]
+
+
+def fapply(input: SparseTensor, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> SparseTensor:
+    """`fn` on the features (N, C), the coordinates shared."""
+    return input._like(fn(input.feats, *args, **kwargs), getattr(fn, "__name__", type(fn).__name__))

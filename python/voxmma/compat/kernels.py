@@ -7,11 +7,13 @@ columns turned round, (batch, z, y, x): then the kernel is used as it is stored.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from voxmma import compat
 from voxmma.nn.modules.sparse_conv import SparseConv3d
 
 Numbers = tuple[int, ...]
@@ -54,7 +56,7 @@ class KernelConv(SparseConv3d):
     """A voxmma.nn.SparseConv3d (policies, plans, explain and audit know it) with another's parameters.
 
     `kernel` is (K, C_in, C_out), or (C_in, C_out) where `flat`; the sizes of the arguments are for x, y, z,
-    one to three.
+    one to three. `interface` is the library whose precision (voxmma.compat.install) it starts with.
     """
 
     kernel: nn.Parameter
@@ -67,12 +69,14 @@ class KernelConv(SparseConv3d):
         stride: Numbers,
         dilation: Numbers,
         *,
+        interface: str,
         bias: bool,
         flat: bool,
         **options: Any,
     ) -> None:
         size, step, spread = turned(kernel_size), turned(stride), turned(dilation)
         super().__init__(in_channels, out_channels, size, step, dilation=spread, bias=bias, **options)
+        self.config = replace(self.config, **compat.PRECISION[interface])
         weight = self._parameters.pop("weight")
         assert weight is not None
         self.kernel = nn.Parameter(weight.detach()[0] if flat else weight.detach())

@@ -11,7 +11,8 @@ def missing(module: str, hints: dict[str, str]) -> Any:
     def getattribute(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        hint = hints.get(name, "voxmma.nn and voxmma.nn.functional hold all layers and functions")
-        raise AttributeError(f"voxmma's {module.removeprefix('voxmma.compat.')} has no {name!r}: {hint}")
+        said = f"voxmma.compat has no {module.removeprefix('voxmma.compat.')}.{name}"
+        hint = f"use {hints[name]}" if name in hints else "docs/migrate.md lists what there is"
+        raise AttributeError(f"{said}: {hint}")
 
     return getattribute

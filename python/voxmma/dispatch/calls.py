@@ -64,6 +64,8 @@ def call(
             return _outside(config, x, weight, bias, coords)
     fp16_accum_flag(config.use_fp16_accum, config.accumulator)
     _check_operands(x, weight, bias, config.volume, config.groups)
+    if x._coord_set.repeated is not None:
+        key, x = None, x.sites()
     mapping, out, stride = resolve_map(x, config, coords, kernel_map)
     if config.transposed and mapping.symmetric:
         key = None
@@ -75,9 +77,10 @@ def call(
             f"out_dtype must be {dtype} or torch.float32 when computing in {dtype}, got {config.out_dtype}"
         )
     made = _convolve(config, x.feats, weight, bias, mapping, dtype)
-    if key is not None:
+    rows, y = out.expand(made.y)
+    if key is not None and rows is out:
         _keep(key, config, x, mapping, stride, coords is not None, kernel_map is not None, made)
-    return Voxels._make(out, made.y, stride, made.record)
+    return Voxels._make(rows, y, stride, made.record)
 
 
 @eager

@@ -42,7 +42,7 @@ def resolve_map(
     if given is None:
         target = coords.coord_set if isinstance(coords, Voxels) else as_tensor(coords, "coords")
         if isinstance(target, torch.Tensor):
-            target = CoordSet(target, x.batch_size)
+            target = CoordSet.of(target, x.batch_size)
         if target is not None and not isinstance(target, CoordSet):
             raise TypeError(f"coords must be a Voxels, a CoordSet or a tensor, got {type(coords).__name__}")
         if padding is not None and target is None and stride == (1, 1, 1):

@@ -89,6 +89,8 @@ class Layout:
             mine, theirs = getattr(self, name), getattr(voxels, name)
             if mine != theirs:
                 raise ValueError(f"voxels have {name} {theirs}, the network was exported for {mine}")
+        if voxels.coord_set.repeated is not None:
+            raise ValueError("the voxels have duplicates (duplicates='keep'): merge them first")
         sets = self._sets(voxels.coord_set)
         return _assemble(self, sets, voxels.feats, list(self.tensors(sets)))
 
@@ -225,6 +227,8 @@ def with_maps(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     for leaf in leaves:
         if isinstance(leaf, Voxels):
             root = leaf.coord_set
+            if root.repeated is not None:
+                raise ValueError("the input has duplicates (duplicates='keep'): merge them first")
             if root.finer is not None:
                 raise ValueError("the input was made by a strided layer: export from what it was made from")
             copied = CoordSet.trusted(root.coords, root.batch_size, spatial_shape=root.spatial_shape)

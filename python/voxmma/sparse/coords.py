@@ -81,6 +81,24 @@ class _Index:
     lock: AbstractContextManager[Any] = field(default_factory=new_lock)
 
 
+class Repeated(NamedTuple):
+    """The distinct voxels of a set whose rows repeat some of them."""
+
+    sites: CoordSet
+    """sorted by (batch, x, y, z)"""
+    rows: Made
+    """(M,) int64 first row of each; (N,) int64 which of them each row is"""
+
+
+class _Full(NamedTuple):
+    """What a set of distinct voxels knows of the set with repeated rows, which holds it."""
+
+    set: weakref.ref[CoordSet]
+    made: Made
+    """its coordinates"""
+    rows: Made
+
+
 class Finer:
     """The finer set that a set was made from, and how: what a transposed layer goes back to.
 
@@ -101,19 +119,19 @@ class Finer:
         self.sides: dict[bool, Any] = {}
         """tensors of the map between the two, shared with its MapCore"""
         self._fine = weakref.ref(fine)
-        self._parts = (fine._made, fine.batch_size, fine._index, fine.spatial_shape, fine.finer)
+        self._parts = (fine._made, fine.batch_size, fine._index, fine.spatial_shape, fine.finer, fine._full)
 
     def get(self) -> CoordSet:
         """The finer set: the one it came from while that lives."""
         fine = self._fine()
         if fine is None:
-            made, batch_size, index, shape, finer = self._parts
+            made, batch_size, index, shape, finer, full = self._parts
             with index.lock:
                 fine = self._fine()
                 if fine is None:
                     fine = CoordSet.__new__(CoordSet)
                     fine._start(made, batch_size, index, shape)
-                    fine.finer = finer
+                    fine.finer, fine._full = finer, full
                     self._fine = weakref.ref(fine)
         return fine
 
@@ -144,6 +162,9 @@ class CoordSet:
             N = 0).
         spatial_shape: one int or three (X, Y, Z), 1 to 131072: the coordinates lie in [0, X) x [0, Y) x
             [0, Z), and what layers make of them stays within torch's output shape. Default: no borders.
+        duplicates: 'error' refuses a row that comes twice. 'keep' keeps them: layers then run on the distinct
+            voxels with the features of the first row of each, and every row gets its voxel's result; see
+            `repeated`.
 
     Raises:
         TypeError: `coords` is no tensor, or has a dtype other than int32 or int64; `batch_size` is no int.
@@ -159,6 +180,7 @@ class CoordSet:
         "__weakref__",
         "_claim",
         "_finer",
+        "_full",
         "_index",
         "_made",
         "_moved",
@@ -168,6 +190,7 @@ class CoordSet:
         "derived",
         "maps",
         "own",
+        "repeated",
         "spatial_shape",
         "traced",
     )
@@ -175,6 +198,8 @@ class CoordSet:
     batch_size: int
     spatial_shape: Triple | None
     """(X, Y, Z) of the grid that the coordinates lie in, from 0; None: a grid without borders"""
+    repeated: Repeated | None
+    """the distinct voxels, where rows repeat; maps and derived sets are theirs"""
     maps: dict[tuple[Any, ...], MapCore]
     """kernel maps built last, by kernel shape; one to another set leaves with it. See voxmma.kernel_map"""
     own: dict[Geometry, MapCore]
@@ -191,7 +216,10 @@ class CoordSet:
         coords: torch.Tensor,
         batch_size: int | None = None,
         spatial_shape: int | Sequence[int] | None = None,
+        duplicates: str = "error",
     ) -> None:
+        if duplicates not in ("error", "keep"):
+            raise ValueError(f"duplicates must be 'error' or 'keep', got {duplicates!r}")
         coords = as_tensor(coords, "coords")
         check_columns(coords)
         batch_size = check_batch_size(batch_size)
@@ -205,13 +233,15 @@ class CoordSet:
                 bad, duplicate, twin, largest_batch = self._index_cpu()
         if bad >= 0:
             raise ValueError(explain_unpackable(bad, coords[bad].tolist()))
-        if duplicate >= 0:
+        if duplicate >= 0 and duplicates == "error":
             raise ValueError(
                 f"coords rows {twin} and {duplicate} are the same voxel {tuple(coords[twin].tolist())}; "
-                "Voxels(..., duplicates='mean'|'sum'|'max'|'first') merges duplicates"
+                "Voxels(..., duplicates='mean'|'sum'|'max'|'first') merges duplicates, 'keep' keeps them"
             )
         self.batch_size = resolve_batch_size(batch_size, largest_batch, self._coords[:, 0], "coords")
         self._check_inside()
+        if duplicate >= 0:
+            self._split()
 
     def _start(
         self, made: Made, batch_size: int, index: _Index | None = None, spatial_shape: Triple | None = None
@@ -225,6 +255,8 @@ class CoordSet:
         self.traced = False
         self.derived = {}
         self.calls = {}
+        self.repeated = None
+        self._full: _Full | None = None
         self._finer: Finer | None = None
         self._claim: tuple[torch.Tensor, Finer] | None = None
         self._index = _Index() if index is None else index
@@ -237,14 +269,93 @@ class CoordSet:
         batch_size: int,
         bounds: Bounds | None = None,
         spatial_shape: Triple | None = None,
+        repeats: bool = False,
     ) -> CoordSet:
         """A set of (N, 4) contiguous int32 `coords` known to be valid: nothing is checked or copied.
 
-        `bounds`, where they are known, save work when the set is indexed on a GPU.
+        `bounds`, where they are known, save work when the set is indexed on a GPU. `repeats`: rows may come
+        twice; that is looked for, and waits for a GPU.
         """
         made = cls.__new__(cls)
         made._start(_made(coords), batch_size, spatial_shape=spatial_shape)
         made._index.bounds = bounds
+        if repeats and isinstance(coords, torch.Tensor):
+            made._split()
+        return made
+
+    @classmethod
+    def of(
+        cls,
+        coords: torch.Tensor,
+        batch_size: int | None = None,
+        spatial_shape: int | Sequence[int] | None = None,
+        duplicates: str = "error",
+    ) -> CoordSet:
+        """The set of a tensor, arguments and errors as of the constructor: the same set, maps included, for
+        the same tensor object while a set of it lives and torch has not written into it.
+
+        `coords` of Voxels lead back to the set they are of. A write that torch does not count (through .data,
+        numpy or DLPack) is seen on a CPU, where the coordinates are compared, and not on a GPU.
+        """
+        if torch.compiler.is_compiling() or type(coords) is not torch.Tensor or coords.is_inference():
+            return cls(coords, batch_size, spatial_shape, duplicates)
+        if torch._C._are_functorch_transforms_active():
+            return cls(coords, batch_size, spatial_shape, duplicates)
+        samples, shape = check_batch_size(batch_size), check_spatial_shape(spatial_shape)
+        owner = _exposed.get(id(coords))
+        if owner is not None and owner._coords is coords and not owner._made.written:
+            fits = owner.batch_size == samples and owner.spatial_shape == shape
+            if fits and (owner.repeated is None or duplicates == "keep"):
+                return owner
+        state = coords._version, coords.data_ptr(), coords.shape, coords.stride()
+        known = _wrapped.get(id(coords))
+        if known is None or known.tensor() is not coords or known.state != state:
+            known = _wrapped[id(coords)] = _Wrapped(coords, state)
+        asked = samples, shape, duplicates
+        found = known.sets.get(asked)
+        whole = found is not None and not found._made.written
+        if found is not None and whole and (coords.is_cuda or bool((found._coords == coords).all())):
+            return found
+        made = known.sets[asked] = cls(coords, samples, shape, duplicates)
+        return made
+
+    # ---- repeated rows -------------------------------------------------------------------------------------
+
+    def _split(self) -> None:
+        """Finds the distinct voxels, and whether there are fewer than rows."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._index.hashed = None
+            keys, order = torch.sort(pack(self.coords), stable=True)
+            start = torch.ones_like(keys, dtype=torch.bool)
+            torch.ne(keys[1:], keys[:-1], out=start[1:])
+            first = order[start]
+            if len(first) == self.num:
+                return
+            place = torch.empty_like(order)
+            place[order] = torch.cumsum(start, 0) - 1
+            sites = CoordSet.trusted(
+                unpack(keys[start]), self.batch_size, self._index.bounds, self.spatial_shape
+            )
+            self._repeat(sites, Made((first, place), "the distinct rows of a coordinate set"))
+
+    def _repeat(self, sites: CoordSet, rows: Made) -> None:
+        self.repeated = Repeated(sites, rows)
+        sites._full = _Full(weakref.ref(self), self._made, rows)
+
+    def expand(self, feats: torch.Tensor) -> tuple[CoordSet, torch.Tensor]:
+        """The set with repeated rows that these are the distinct voxels of, and features (N, C) of it; this
+        set and `feats` where there is none."""
+        if self._full is None:
+            return self, feats
+        return self._rows(self._full), feats[self._full.rows.get()[1]]
+
+    def _rows(self, full: _Full) -> CoordSet:
+        made = full.set()
+        if made is None:
+            made = CoordSet.__new__(CoordSet)
+            made._start(full.made, self.batch_size, spatial_shape=self.spatial_shape)
+            made._index.bounds = self._index.bounds
+            made._repeat(self, full.rows)
         return made
 
     def with_spatial_shape(self, spatial_shape: int | Sequence[int] | None) -> CoordSet:
@@ -261,6 +372,10 @@ class CoordSet:
         made._start(self._made, self.batch_size, self._index, shape)
         made._check_inside()
         made._finer, made._claim = self._finer, self._claim
+        if self.repeated is not None:
+            sites = CoordSet.__new__(CoordSet)
+            sites._start(self.sites._made, self.batch_size, self.sites._index, shape)
+            made._repeat(sites, self.repeated.rows)
         return made
 
     def _check_inside(self) -> None:
@@ -334,8 +449,10 @@ class CoordSet:
     def hash_index(self) -> HashIndex:
         """The GPU index; RuntimeError where this build has no CUDA kernels, and when it was written to.
 
-        Never waits for the GPU.
+        Never waits for the GPU. ValueError for a set with repeated rows.
         """
+        if self.repeated is not None:
+            raise ValueError("the voxels have duplicates (duplicates='keep'): merge them first")
         return HashIndex(*self._of_index("hashed", self._hash, _HASHED))
 
     def _hash(self) -> tuple[torch.Tensor, ...]:
@@ -345,10 +462,14 @@ class CoordSet:
         self._index.hashed = Made((order, hash_blocks), _HASHED)
 
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
-        """Rows (M,) int64 of any (M, 4) integers on the same device, -1 where the set has none.
+        """Rows (M,) int64 of any (M, 4) integers on the same device, -1 where the set has none; the first
+        where it has several.
 
         Never waits for the GPU.
         """
+        if self.repeated is not None:
+            rows = self.repeated.sites.lookup(coords)
+            return torch.where(rows < 0, rows, self.repeated.rows.get()[0][rows.clamp(min=0)])
         if self.num and kernels_take(coords):
             return _C.lookup_rows(coords, *self.hash_index())
         space, batch = coords[:, 1:], coords[:, 0]
@@ -370,6 +491,13 @@ class CoordSet:
         (Writes through .data, numpy or DLPack go unseen. The maps and sets made before are then wrong.)
         """
         return self._made.get()[0]
+
+    def exposed(self) -> torch.Tensor:
+        """`coords`, which `of` leads back to this set from now on."""
+        coords = self.coords
+        if not torch.compiler.is_compiling():
+            _exposed[id(coords)] = self
+        return coords
 
     def use(self, made: Made) -> None:
         """What a repeated call does before it reads the map tensors `made`, at little cost."""
@@ -429,6 +557,11 @@ class CoordSet:
         return self._coords.shape[0]
 
     @property
+    def sites(self) -> CoordSet:
+        """The distinct voxels: another set only where rows repeat (duplicates='keep')."""
+        return self if self.repeated is None else self.repeated.sites
+
+    @property
     def device(self) -> torch.device:
         return self._coords.device
 
@@ -480,6 +613,8 @@ class CoordSet:
         target = torch.empty(0, device=device, dtype=torch.uint8).device
         if target == self.device:
             return self
+        if self._full is not None:
+            return self._rows(self._full).to(device, non_blocking).sites
         later = non_blocking and target.type != "cpu"
         return self._copied(
             target, lambda t: t.to(target, non_blocking=later), lambda fine: fine.to(target, non_blocking)
@@ -489,6 +624,8 @@ class CoordSet:
         """A page-locked copy, the same while it lives; itself when it is page-locked."""
         if self._coords.is_pinned():
             return self
+        if self._full is not None:
+            return self._rows(self._full).pin_memory().sites
         return self._copied("pinned", torch.Tensor.pin_memory, CoordSet.pin_memory)
 
     def _copied(
@@ -508,6 +645,10 @@ class CoordSet:
             with torch.inference_mode(False), torch.no_grad():
                 facts = self.batch_size, self._index.bounds, self.spatial_shape
                 made = CoordSet.trusted(copy(self.coords), *facts)
+                if self.repeated is not None:
+                    sites = CoordSet.trusted(copy(self.repeated.sites.coords), *facts)
+                    rows = map(copy, self.repeated.rows.get())
+                    made._repeat(sites, Made(rows, self.repeated.rows.what))
             link = self.finer
             if link is not None:
                 made.finer = Finer(again(link.get()), *link.kind)
@@ -523,7 +664,8 @@ class CoordSet:
         """
         if coords is self._coords:
             return self
-        made = CoordSet.trusted(coords, self.batch_size, spatial_shape=self.spatial_shape)
+        repeats = self.repeated is not None
+        made = CoordSet.trusted(coords, self.batch_size, None, self.spatial_shape, repeats)
         if self._claim is not None:
             made._claim = self._claim
         elif self._finer is not None:
@@ -531,7 +673,10 @@ class CoordSet:
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        parts = self.coords, self.batch_size, self._index.bounds, self.spatial_shape
+        if self._full is not None:
+            return _sites_of, (self._rows(self._full),)
+        repeats = self.repeated is not None
+        parts = self.coords, self.batch_size, self._index.bounds, self.spatial_shape, repeats
         link = self.finer
         return (CoordSet.trusted, parts) if link is None else (_restore, (*parts, link.get(), *link.kind))
 
@@ -547,13 +692,41 @@ def _restore(
     batch_size: int,
     bounds: Bounds | None,
     spatial_shape: Triple | None,
+    repeats: bool,
     fine: CoordSet,
     *kind: Any,
 ) -> CoordSet:
     """Unpickles a set that is linked to a finer one."""
-    made = CoordSet.trusted(coords, batch_size, bounds, spatial_shape)
+    made = CoordSet.trusted(coords, batch_size, bounds, spatial_shape, repeats)
     made.finer = Finer(fine, *kind)
     return made
+
+
+def _sites_of(full: CoordSet) -> CoordSet:
+    """Unpickles the distinct voxels of a set with repeated rows."""
+    return full.sites
+
+
+class _Wrapped:
+    """A tensor that sets were made of, and the sets, all held weakly."""
+
+    def __init__(self, tensor: torch.Tensor, state: tuple[Any, ...]) -> None:
+        key = id(tensor)
+
+        def forget(gone: weakref.ref[torch.Tensor]) -> None:
+            known = _wrapped.get(key)
+            if known is not None and known.tensor is gone:
+                _wrapped.pop(key, None)
+
+        self.tensor = weakref.ref(tensor, forget)
+        self.state = state
+        """version, address, shape and strides that the sets are of"""
+        self.sets: weakref.WeakValueDictionary[tuple[Any, ...], CoordSet] = weakref.WeakValueDictionary()
+
+
+_wrapped: dict[int, _Wrapped] = {}
+_exposed: weakref.WeakValueDictionary[int, CoordSet] = weakref.WeakValueDictionary()
+"""sets whose own coordinates were handed out, by the id of the tensor"""
 
 
 _SORTED = "the sorted keys of a coordinate set"

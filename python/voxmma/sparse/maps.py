@@ -689,7 +689,7 @@ def _coord_set(value: CoordSet | Voxels, name: str) -> CoordSet:
     coords = getattr(value, "coord_set", value)
     if not isinstance(coords, CoordSet):
         raise TypeError(f"{name} must be a CoordSet or a Voxels, got {type(value).__name__}")
-    return coords
+    return coords.sites
 
 
 @functools.lru_cache(maxsize=256)

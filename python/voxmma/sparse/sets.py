@@ -62,7 +62,9 @@ def lookup(coords: CoordSet | Voxels, query: torch.Tensor) -> torch.Tensor:
     A query may hold anything, repeated rows, coordinates and samples out of range included; those are
     absent. No host synchronisation. TypeError or ValueError names what is wrong with `query`.
     """
-    source, query = _coord_set(coords, "coords"), as_tensor(query, "query")
+    _coord_set(coords, "coords")
+    source = coords if isinstance(coords, CoordSet) else coords.coord_set  # with the rows that repeat
+    query = as_tensor(query, "query")
     try:
         check_columns(query)
     except (TypeError, ValueError) as error:
@@ -102,7 +104,8 @@ def prune(x: Voxels, mask: torch.Tensor) -> Voxels:
             f"mask must be ({x.num_voxels},) on {x.device}, got {tuple(mask.shape)} on {mask.device}"
         )
     rows = torch.nonzero(mask).flatten()
-    coords = CoordSet.trusted(x.coords[rows], x.batch_size, spatial_shape=x.spatial_shape)
+    repeats = x.coord_set.repeated is not None
+    coords = CoordSet.trusted(x.coords[rows], x.batch_size, None, x.spatial_shape, repeats)
     return Voxels(coords, x.feats[rows], stride=x.stride)
 
 

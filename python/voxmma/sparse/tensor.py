@@ -49,15 +49,17 @@ class Voxels:
 
     Args:
         coords: (N, 4) int32 or int64 rows (batch, x, y, z); see CoordSet for the ranges. A CoordSet is shared
-            as it is. N may be 0. The row order is kept. Here and wherever coordinates, points and their
-            features are taken, a numpy array stands for the CPU tensor that shares its memory.
+            as it is, and so is the set of a tensor that was wrapped before (`CoordSet.of`). N may be 0. The
+            row order is kept. Here and wherever coordinates, points and their features are taken, a numpy
+            array stands for the CPU tensor that shares its memory.
         feats: (N, C) fp16, bf16, fp32 or fp64 on the device of `coords`, any strides.
         batch_size: number of samples, empty ones included. Default: largest batch index + 1.
         stride: tensor stride per axis, one int or three: a record of how coarse the grid is. Coordinates at a
             coarser level are grid coordinates of that level, that is, already divided.
         duplicates: 'error' refuses a coordinate that comes twice; 'mean', 'sum', 'max', 'min' or 'first'
             (smallest row) merges its features, and the voxels come out sorted by (batch, x, y, z), duplicates
-            or not.
+            or not. 'keep' keeps all rows as they are: layers and pooling see the first row of each voxel, and
+            every row of it gets the result; what works row by row works on all.
         spatial_shape: one int or three (X, Y, Z): the voxels lie in a grid of this shape from 0 on, and what
             layers make of them in that of torch's output shape; see `CoordSet`. Default: no borders.
 
@@ -87,9 +89,9 @@ class Voxels:
         duplicates: str = "error",
         spatial_shape: int | Sequence[int] | None = None,
     ) -> None:
-        if duplicates not in ("error", *REDUCTIONS):
+        if duplicates not in ("error", "keep", *REDUCTIONS):
             raise ValueError(
-                f"duplicates must be 'error', {', '.join(map(repr, REDUCTIONS))}, got {duplicates!r}"
+                f"duplicates must be 'error', 'keep', {', '.join(map(repr, REDUCTIONS))}, got {duplicates!r}"
             )
         feats = as_tensor(feats, "feats")
         if isinstance(coords, CoordSet):
@@ -101,8 +103,8 @@ class Voxels:
             rows: torch.Tensor = as_tensor(coords, "coords")
             check_columns(rows)
             _check_feats(feats, rows.shape[0], rows.device)
-            if duplicates == "error":
-                coord_set = CoordSet(rows, batch_size, spatial_shape)
+            if duplicates in ("error", "keep"):
+                coord_set = CoordSet.of(rows, batch_size, spatial_shape, duplicates)
             else:
                 shape = check_spatial_shape(spatial_shape)
                 if shape is not None:
@@ -155,7 +157,7 @@ class Voxels:
     @property
     def coords(self) -> torch.Tensor:
         """(N, 4) int32 batch, x, y, z, contiguous; to be read only, see `CoordSet.coords`."""
-        return self._coord_set.coords
+        return self._coord_set.exposed()
 
     @property
     def feats(self) -> torch.Tensor:
@@ -221,6 +223,14 @@ class Voxels:
         )
 
     # ---- same coordinates ----------------------------------------------------------------------------------
+
+    def sites(self) -> Voxels:
+        """What layers see: the distinct voxels with the features of the first row of each; itself unless rows
+        repeat (duplicates='keep')."""
+        repeated = self._coord_set.repeated
+        if repeated is None:
+            return self
+        return Voxels._make(repeated.sites, self._feats[repeated.rows.get()[0]], self._stride)
 
     def with_feats(self, feats: torch.Tensor) -> Voxels:
         """Other features (N, C') on the same coordinates. TypeError or ValueError as in the constructor."""
@@ -330,6 +340,8 @@ class Voxels:
                 raise ValueError(f"cannot {verb} voxels: {name} {mine} on the left, {theirs} on the right")
         if self._coord_set.equal(other._coord_set):
             return other._feats
+        if self._coord_set.repeated is not None or other._coord_set.repeated is not None:
+            raise ValueError(f"cannot {verb} voxels: they have duplicates, and other rows")
         if self.num_voxels != other.num_voxels:
             raise ValueError(
                 f"cannot {verb} voxels: {self.num_voxels} on the left, {other.num_voxels} on the right"
@@ -355,8 +367,11 @@ class Voxels:
                 large enough.
             origin: coordinates (x, y, z) of the grid's first cell.
 
-        Raises ValueError naming the first voxel that lies outside the grid.
+        Of duplicates (duplicates='keep') the first row counts. Raises ValueError naming the first voxel that
+        lies outside the grid.
         """
+        if self._coord_set.repeated is not None:
+            return self.sites().dense(spatial_shape, origin)
         start = three_integers(origin, "origin")
         cell = self.coords[:, 1:].long() - torch.tensor(start, device=self.device, dtype=torch.int64)
         if spatial_shape is None and self.spatial_shape is not None:
@@ -468,11 +483,8 @@ class Voxels:
         columns = self.coords[order]
         columns[:, 0] = 0
         parts = zip(torch.split(columns, counts), torch.split(self._feats[order], counts), strict=True)
-        grid = self.spatial_shape
-        return [
-            Voxels._make(CoordSet.trusted(c.contiguous(), 1, spatial_shape=grid), f, self._stride)
-            for c, f in parts
-        ]
+        facts = 1, None, self.spatial_shape, self._coord_set.repeated is not None
+        return [Voxels._make(CoordSet.trusted(c.contiguous(), *facts), f, self._stride) for c, f in parts]
 
     @staticmethod
     def cat(voxels: Sequence[Voxels]) -> Voxels:
@@ -506,7 +518,8 @@ class Voxels:
             columns[row : row + v.num_voxels, 0] += start
             start, row = start + v.batch_size, row + v.num_voxels
         feats = torch.cat([v.feats for v in voxels])
-        coord_set = CoordSet.trusted(columns, samples, spatial_shape=voxels[0].spatial_shape)
+        repeats = any(v._coord_set.repeated is not None for v in voxels)
+        coord_set = CoordSet.trusted(columns, samples, None, voxels[0].spatial_shape, repeats)
         return Voxels._make(coord_set, feats, voxels[0].stride)
 
 

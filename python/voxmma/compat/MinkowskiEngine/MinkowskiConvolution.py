@@ -58,6 +58,7 @@ class MinkowskiConvolutionBase(KernelConv, MinkowskiModuleBase):
             tuple(kernel_generator.kernel_size),
             tuple(kernel_generator.kernel_stride),
             tuple(kernel_generator.kernel_dilation),
+            interface="MinkowskiEngine",
             bias=bias,
             flat=use_mm,
             transposed=is_transpose,

@@ -294,7 +294,7 @@ def is_cuda_available() -> bool:
 __getattr__ = _missing(
     __name__,
     {
-        "CoordsManager": "it was renamed in MinkowskiEngine 0.5: CoordinateManager",
+        "CoordsManager": "CoordinateManager, its name since MinkowskiEngine 0.5",
         "MinkowskiAdaptiveLogSoftmaxWithLoss": "torch.nn.AdaptiveLogSoftmaxWithLoss on x.F",
         "MinkowskiAvgUnpooling": "MinkowskiPoolingTranspose",
         "MinkowskiChannelwiseConvolution": "voxmma.nn.SparseConv3d(channels, channels, ..., groups=channels)",

@@ -34,7 +34,6 @@ def _windowed(
     coords: Target | None,
     kernel_map: KernelMap | None,
 ) -> tuple[KernelMap, CoordSet, tuple[int, int, int]]:
-    _check(x)
     size, spread = kernel_triple(kernel_size), dilation_triple(dilation)
     step = size if stride is None else stride_triple(stride)
     pad = None if padding is None else padding_triple(padding, size, spread)
@@ -157,6 +156,8 @@ def min_pool_with_indices(
 def _extreme(x: Voxels, largest: bool, indices: bool, *window: Any) -> tuple[Voxels, PoolIndices]:
     if _breaks(x, *window):
         return _extreme_outside(x, largest, indices, *window)
+    _check(x)
+    x = x.sites()
     over, out_coords, out_stride = _windowed(x, *window)
     back = torch.is_grad_enabled() and x.feats.requires_grad
     y, winner = torch.ops.voxmma.pool_max(
@@ -168,7 +169,7 @@ def _extreme(x: Voxels, largest: bool, indices: bool, *window: Any) -> tuple[Vox
         largest,
         back or indices,
     )
-    return Voxels._make(out_coords, y, out_stride), PoolIndices(winner, over, x)
+    return Voxels._make(*out_coords.expand(y), out_stride), PoolIndices(winner, over, x)
 
 
 _extreme_outside = eager(_extreme)
@@ -222,6 +223,7 @@ def max_unpool(x: Voxels, indices: PoolIndices) -> Voxels:
     if not isinstance(indices, PoolIndices):
         raise TypeError(f"indices must be PoolIndices, got {type(indices).__name__}")
     over = indices.kernel_map
+    x = x.sites()
     if not over.out_coords.equal(x.coord_set):
         raise ValueError("x has other coordinates than those the indices were made with")
     if x.feats.shape[1] != indices.winner.shape[1]:
@@ -234,7 +236,7 @@ def max_unpool(x: Voxels, indices: PoolIndices) -> Voxels:
         over.in_coords.num,
         over.symmetric,
     )
-    return Voxels._make(indices.coord_set, feats, indices.stride)
+    return Voxels._make(*indices.coord_set.expand(feats), indices.stride)
 
 
 def sum_pool(
@@ -268,8 +270,11 @@ def avg_pool(
 def _summed(x: Voxels, mean: bool, *window: Any) -> Voxels:
     if _breaks(x, *window):
         return _summed_outside(x, mean, *window)
+    _check(x)
+    x = x.sites()
     over, out_coords, out_stride = _windowed(x, *window)
-    return Voxels._make(out_coords, _sum(x.feats, over, over.counts if mean else None), out_stride)
+    feats = _sum(x.feats, over, over.counts if mean else None)
+    return Voxels._make(*out_coords.expand(feats), out_stride)
 
 
 _summed_outside = eager(_summed)
@@ -302,8 +307,9 @@ def unpool(
         return _unpool_outside(x, stride, generative=generative, max_voxels=max_voxels)
     size = kernel_triple(stride)
     window = Window(size, size, (1, 1, 1), (0, 0, 0), True, generative, max_voxels)
+    x = x.sites()
     over, out_coords, out_stride = resolve_map(x, window, coords)
-    return Voxels._make(out_coords, _sum(x.feats, over), out_stride)
+    return Voxels._make(*out_coords.expand(_sum(x.feats, over)), out_stride)
 
 
 _unpool_outside = eager(unpool)

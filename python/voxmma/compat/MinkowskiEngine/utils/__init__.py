@@ -11,6 +11,4 @@ from voxmma.compat.MinkowskiEngine.utils.quantization import sparse_quantize as 
 from voxmma.compat.MinkowskiEngine.utils.quantization import unique_coordinate_map as unique_coordinate_map
 from voxmma.compat.names import missing as _missing
 
-__getattr__ = _missing(
-    __name__, {"summary": "voxmma.explain and voxmma.audit say what runs; print(model) lists the layers"}
-)
+__getattr__ = _missing(__name__, {"summary": "voxmma.explain and voxmma.audit, or print the model"})

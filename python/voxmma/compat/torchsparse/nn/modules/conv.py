@@ -40,7 +40,15 @@ class Conv3d(KernelConv):
         size, step, spread = make_triple(kernel_size), make_triple(stride), effective_dilation(dilation)
         flat = math.prod(size) == 1 and step == (1, 1, 1)
         super().__init__(
-            in_channels, out_channels, size, step, spread, bias=bias, flat=flat, transposed=transposed
+            in_channels,
+            out_channels,
+            size,
+            step,
+            spread,
+            interface="torchsparse",
+            bias=bias,
+            flat=flat,
+            transposed=transposed,
         )
         self._sizes = size, step, spread
         given = zip(size, step, make_triple(padding), strict=True)

@@ -41,8 +41,8 @@ class SparseTensor:
     version 1 (x, y, z, batch) in units of tensor stride 1. Both may be replaced.
 
     A coordinate tensor stands for one coordinate set as long as nobody writes into it; maps are made once for
-    it. `spatial_range`: (batch, X, Y, Z), what strided layers are clipped by instead of the largest
-    coordinates.
+    it. Rows that come twice are kept: each has its voxel's result, of the first row's features.
+    `spatial_range`: (batch, X, Y, Z), what strided layers are clipped by instead of the largest coordinates.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ def coord_set(coords: torch.Tensor, stride: Triple) -> CoordSet:
                 f"coords must be integers, got {coords.dtype}: sparse_quantize makes them of points"
             )
         first = coords[:, [3, 0, 1, 2]] if options.version == 1 else coords
-        return CoordSet(columns_inside(first, inside, "coords"))
+        return CoordSet(columns_inside(first, inside, "coords"), duplicates="keep")
 
     return known(coords, (options.version, inside), make)
 

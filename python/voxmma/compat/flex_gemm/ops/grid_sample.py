@@ -28,11 +28,11 @@ def grid_sample_3d(
     grid: torch.Tensor,
     mode: str = "trilinear",
 ) -> torch.Tensor:
-    """(B, L, C) features at positions `grid` (B, L, 3) in cells: voxel i of an axis is [i, i + 1).
+    """(B, L, C) features at positions `grid` (B, L, 3) in cells; voxel i of an axis is [i, i + 1).
 
-    'nearest': the voxel whose cell holds the position (rounded towards 0), 0 where there is none. 'trilinear':
-    the eight voxels whose centres surround it; weights of those that exist are scaled to sum to 1.
-    Differentiable in feats.
+    'nearest': the voxel whose cell holds the position (rounded towards 0), 0 where there is none.
+    'trilinear': the eight voxels whose centres surround it; weights of those that exist are scaled to sum to
+    1. Differentiable in feats.
 
     Args:
         feats: (N, C). coords: (N, 4) int32 batch, x, y, z. shape: (B, C, X, Y, Z); B counts here.

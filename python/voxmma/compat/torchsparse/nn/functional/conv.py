@@ -126,7 +126,7 @@ def run(
             "generative=True is not there: voxmma.nn.SparseConvTranspose3d(..., generative=True), or "
             "voxmma.compat.MinkowskiEngine's MinkowskiGenerativeConvolutionTranspose"
         )
-    caches, source = input._caches, input.coord_set
+    caches, source = input._caches, input.coord_set.sites
     caches.cmaps.setdefault(input.stride, _entry(input.coords, input.spatial_range))
     spatial_range, coords = input.spatial_range, input.coords
     target: CoordSet | None

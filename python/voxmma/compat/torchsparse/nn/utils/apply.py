@@ -14,4 +14,6 @@ __all__ = ["fapply"]
 
 def fapply(input: SparseTensor, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> SparseTensor:
     """`fn` on the features (N, C), the coordinates shared."""
-    return input._like(fn(input.feats, *args, **kwargs), getattr(fn, "__name__", type(fn).__name__))
+    owner = getattr(fn, "__self__", fn)
+    name = type(owner).__name__ if isinstance(owner, torch.nn.Module) else getattr(fn, "__name__", "function")
+    return input._like(fn(input.feats, *args, **kwargs), name)

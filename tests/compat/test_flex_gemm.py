@@ -48,7 +48,7 @@ def test_submanifold_conv(size: tuple[int, ...], dilation: Any, device: torch.de
     close(got, wanted, "values")
     again, same = sparse_submanifold_conv3d(mine, where.clone(), SHAPE, weight, bias, cache, dilation)
     assert same is cache and torch.equal(again, got)
-    found, other = sparse_submanifold_conv3d(mine, where, SHAPE, weight, bias)
+    _, other = sparse_submanifold_conv3d(mine, where, SHAPE, weight, bias)
     assert other.coord_set is cache.coord_set  # the same tensor is the same set, without a cache handed on
     upstream = torch.randn(wanted.shape, dtype=torch.float64)
     (wanted * upstream).sum().backward()

@@ -191,12 +191,20 @@ class CoordinateManager:
         if key not in self._sets:
             with self._lock:
                 if key not in self._sets:
-                    first = self.coord_set(next(iter(self._sets), key))
-                    samples = torch.nonzero(first.counts).int()
+                    batch = self._first_batch()
+                    samples = torch.unique(batch).int().unsqueeze(1)
                     columns = torch.cat([samples, samples.new_zeros((len(samples), 3))], dim=1)
-                    self._sets[key] = CoordSet(columns, first.batch_size)
+                    self._sets[key] = CoordSet(columns, self.batch_size)
                     self._samples = samples.flatten().long()
         return key
+
+    def _first_batch(self) -> torch.Tensor:
+        """The batch column of the first set, or field where there is no set."""
+        for found in self._sets.values():
+            return found.coords[:, 0]
+        for points in self._fields.values():
+            return points[:, 0]
+        raise ValueError("the coordinate manager has no coordinates yet")
 
     @property
     def samples(self) -> torch.Tensor:

@@ -10,7 +10,8 @@ import torch
 from voxmma.compat.MinkowskiEngine.MinkowskiCommon import MinkowskiModuleBase, check_dimension
 from voxmma.compat.MinkowskiEngine.MinkowskiCoordinateManager import CoordinateMapKey, voxels_of
 from voxmma.compat.MinkowskiEngine.MinkowskiKernelGenerator import KernelGenerator
-from voxmma.compat.MinkowskiEngine.MinkowskiSparseTensor import SparseTensor, target_key
+from voxmma.compat.MinkowskiEngine.MinkowskiSparseTensor import Mode, SparseTensor, merge, target_key
+from voxmma.compat.MinkowskiEngine.MinkowskiTensor import Tensor
 from voxmma.nn.functional import pool
 from voxmma.sparse.maps import kernel_map
 from voxmma.sparse.tensor import Voxels
@@ -39,6 +40,7 @@ _WINDOW = {
     PoolingMode.LOCAL_AVG_POOLING: pool.avg_pool,
     PoolingMode.LOCAL_MAX_POOLING: pool.max_pool,
 }
+_FIELD = {"SUM": Mode.UNWEIGHTED_SUM, "AVG": Mode.UNWEIGHTED_AVERAGE, "MAX": Mode.MAX_POOL}
 _SAMPLE = {"SUM": pool.global_sum_pool, "AVG": pool.global_avg_pool, "MAX": pool.global_max_pool}
 
 
@@ -176,14 +178,14 @@ class MinkowskiPoolingTranspose(MinkowskiPoolingBase):
 
 
 class MinkowskiGlobalPooling(MinkowskiModuleBase):
-    """One row a sample that has a voxel in the coordinate manager: (N, C) to (B, C), coordinates (batch,
+    """One row a sample that has a row in the coordinate manager: (N, C) to (B, C), coordinates (batch,
     0, ...)."""
 
     def __init__(self, mode: PoolingMode = PoolingMode.GLOBAL_AVG_POOLING_PYTORCH_INDEX) -> None:
         super().__init__()
         self.pooling_mode = mode
 
-    def forward(self, input: SparseTensor, coordinates: Any = None) -> SparseTensor:
+    def forward(self, input: Tensor, coordinates: Any = None) -> SparseTensor:
         return over_samples(input, self.pooling_mode.name.split("_")[1])
 
 
@@ -202,15 +204,17 @@ class MinkowskiGlobalMaxPooling(MinkowskiGlobalPooling):
         super().__init__(mode)
 
 
-def over_samples(input: SparseTensor, what: str) -> SparseTensor:
+def over_samples(input: Tensor, what: str) -> SparseTensor:
     """'SUM', 'AVG' or 'MAX' of each sample as a tensor on the origin."""
-    if not isinstance(input, SparseTensor):
-        raise TypeError(f"input must be a MinkowskiEngine.SparseTensor, got {type(input).__name__}")
+    if not isinstance(input, Tensor):
+        raise TypeError(f"input must be a SparseTensor or a TensorField, got {type(input).__name__}")
     manager = input._manager
     key, samples = manager.origin(), manager.samples
-    feats = _SAMPLE[what](input.voxels)
-    if len(samples) != len(feats):
-        feats = feats[samples]
+    if isinstance(input, SparseTensor):
+        feats = _SAMPLE[what](input.voxels)
+        feats = feats if len(samples) == len(feats) else feats[samples]
+    else:
+        feats = merge(input.F, samples, torch.searchsorted(samples, input.C[:, 0].long()), _FIELD[what])
     return SparseTensor._make(voxels_of(manager, key, feats), key, manager, input)
 
 

@@ -36,7 +36,7 @@ def merge(
     """Features (M, C) of the M unique rows out of (N, C): `unique` (M,), `inverse` (N,), both empty where no
     row comes twice. ValueError where `mode` merges none."""
     if mode == Mode.SPLAT_LINEAR_INTERPOLATION:
-        raise ValueError("SPLAT_LINEAR_INTERPOLATION is not there: voxmma.devoxelise reads between voxels")
+        raise ValueError("SPLAT_LINEAR_INTERPOLATION goes with TensorField.splat() alone")
     if not len(inverse):
         return feats
     if mode == Mode.RANDOM_SUBSAMPLE:

@@ -23,7 +23,7 @@ class SparseTensorOperationMode(enum.Enum):
 
 class SparseTensorQuantizationMode(enum.Enum):
     """What becomes of rows with the same coordinate. RANDOM_SUBSAMPLE keeps the first, NO_QUANTIZATION
-    refuses them, SPLAT_LINEAR_INTERPOLATION is not there."""
+    refuses them, SPLAT_LINEAR_INTERPOLATION goes with TensorField.splat()."""
 
     RANDOM_SUBSAMPLE = 0
     UNWEIGHTED_AVERAGE = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from voxmma.compat.MinkowskiEngine.MinkowskiTensor import (
     Tensor,
     manager_for,
 )
+from voxmma.compat.sets import whole
+from voxmma.sparse.interpolate import spread_weighted
 
 
 class TensorField(Tensor):
@@ -106,6 +109,19 @@ class TensorField(Tensor):
         return SparseTensor(
             feats, coordinate_map_key=key, coordinate_manager=self._manager, quantization_mode=mode
         )
+
+    def splat(self) -> SparseTensor:
+        """The corners of the cells around the points, with the features of the points, each shared linearly
+        among its 2^D corners; `SparseTensor.interpolate` is the transpose."""
+        manager = self._manager
+        points, step = self.C, torch.tensor([1, *self.tensor_stride], device=self.device)
+        low = whole(points.div(step, rounding_mode="floor"), "coordinates") * step
+        corners = torch.tensor(list(itertools.product((0,), *[(0, 1)] * self.D)), device=self.device) * step
+        cells = torch.unique((low.unsqueeze(1) + corners).flatten(0, 1), dim=0)
+        key, _ = manager.insert_and_map(cells, self.tensor_stride)
+        rows, weights = manager.interpolation(key, points)
+        feats = spread_weighted(self._feats, rows, weights, len(cells))
+        return SparseTensor(feats, coordinate_map_key=key, coordinate_manager=manager)
 
     def inverse_mapping(self, sparse_tensor_map_key: CoordinateMapKey) -> torch.Tensor:
         """(N,) int64 row of the voxel that each point lies in; ValueError names a point that lies in none."""

@@ -19,8 +19,8 @@ from voxmma.data import scenes
 from voxmma.dispatch import measurements
 from voxmma.dispatch.calls import convolve
 from voxmma.dispatch.config import ConvConfig
+from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.maps import KernelMap, kernel_map
-from voxmma.sparse.tensor import Voxels
 from voxmma.tools import bench
 from voxmma.tuning import machine
 from voxmma.tuning.timing import Clock, input_sets
@@ -133,11 +133,10 @@ def run(
     rows: list[dict[str, Any]] = []
     for size in sorted(sizes):
         coords = coordinates(size, device)
-        empty = torch.zeros(len(coords), 1, device=device, dtype=torch.float32)
         batch = int(coords[-1, 0]) + 1
 
-        def fresh(coords: Tensor = coords, empty: Tensor = empty, batch: int = batch) -> KernelMap:
-            return kernel_map(Voxels(coords, empty, batch_size=batch).coord_set, kernel)
+        def fresh(coords: Tensor = coords, batch: int = batch) -> KernelMap:
+            return kernel_map(CoordSet(coords, batch), kernel)
 
         head: dict[str, Any] = {}
         mapping: KernelMap | None = None

@@ -34,7 +34,7 @@ from voxmma.sparse.batching import batch, collate, from_dense, to_dense, unbatch
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.maps import KernelMap, kernel_map
 from voxmma.sparse.sampling import devoxelise, sparse_quantize
-from voxmma.sparse.sets import crop, downsample, intersection, lookup, prune, union, unique
+from voxmma.sparse.sets import crop, downsample, intersection, lookup, output_coords, prune, union, unique
 from voxmma.sparse.tensor import Voxels
 
 from voxmma import nn  # isort: skip
@@ -77,6 +77,7 @@ __all__ = [
     "kernel_map",
     "lookup",
     "nn",
+    "output_coords",
     "prune",
     "resolve_fp16_accum",
     "set_deterministic",

@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
+#: Of PointToVoxel; each is met by the points below.
+LIMITS = [0.51, 0.63, 0.7], [-1.0, -0.7, -1.3, 2.9, 3.2, 2.2], 5, 90, 3
+
 
 def sparse_run(module: nn.Module, x: Any) -> Any:
     return module(x)
@@ -145,8 +148,7 @@ def record(path: str) -> None:
         made |= {f"{name}:cells": cells.short().numpy(), f"{name}:values": values.numpy()}
         made[f"{name}:shape"] = np.array(y.shape)
     points = torch.rand(500, 5) * 6 - 2
-    limits = [0.21, 0.33, 0.5], [-1.0, -0.7, -1.3, 2.9, 3.2, 2.2], 5, 200, 3
-    results = PointToVoxel(*limits).generate_voxel_with_id(points)
+    results = PointToVoxel(*LIMITS).generate_voxel_with_id(points)
     for part, result in zip(("points", "voxels", "cells", "counts", "ids"), (points, *results), strict=True):
         made[f"voxels:{part}"] = result.numpy()
     np.savez_compressed(path, **made)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from spconv_networks import networks, scene, sparse_cat, start
+from spconv_networks import LIMITS, networks, scene, sparse_cat, start
 from torch import nn
 from torch.nn import functional as F
 
@@ -192,15 +192,12 @@ def test_checkpoints_of_spconv_give_its_results(
     torch.testing.assert_close(y.cpu(), want.double(), rtol=0, atol=5e-7)
 
 
-LIMITS = [0.21, 0.33, 0.5], [-1.0, -0.7, -1.3, 2.9, 3.2, 2.2], 5, 200, 3
-
-
 def test_points_to_voxels_are_those_of_spconv(recorded: Any, device: torch.device) -> None:
     points, *want = (recorded[f"voxels:{part}"] for part in ("points", "voxels", "cells", "counts", "ids"))
     made = spconv.utils.PointToVoxel(*LIMITS).generate_voxel_with_id(points.to(device))
     for got, expected in zip(made, want, strict=True):
         assert got.dtype == expected.dtype and torch.equal(got.cpu(), expected)
-    assert len(want[0]) == 200 and (want[2] == 3).any() and (want[3] < 0).any()  # every limit is met
+    assert len(want[0]) == 90 and (want[2] == 3).any() and (want[3] < 0).any()  # every limit is met
 
 
 # ---- points to voxels ------------------------------------------------------------------------------------
@@ -347,6 +344,23 @@ def test_writes_into_indices_are_seen(device: torch.device) -> None:
     assert layer(joined).features.shape == (len(unique), 4) and inverse.max() == len(unique) - 1
 
 
+def test_voxels_may_come_twice(device: torch.device) -> None:
+    """All rows stay; layers see the first of each, and every row gets its voxel's result."""
+    x = small(3, (9, 8, 7), device)
+    twice = torch.cat([torch.arange(len(x.features)), torch.tensor([0, 5, 5])]).to(device)
+    features = x.features[twice].clone()
+    features[len(x.features) :] = 7
+    y = spconv.SparseConvTensor(features, x.indices[twice], [9, 8, 7], 2)
+    net = spconv.SparseSequential(
+        spconv.SubMConv3d(3, 4, 3),
+        spconv.SparseConv3d(4, 4, 3, 2, 1, indice_key="d"),
+        spconv.SparseInverseConv3d(4, 5, 3, indice_key="d"),
+    )
+    net.double().to(device)
+    torch.testing.assert_close(net(y).features, net(x).features[twice])
+    assert torch.equal(net(y).indices, y.indices) and torch.equal(y.dense(), x.dense())
+
+
 def test_tensors_of_inference_mode() -> None:
     layer = spconv.SparseConv3d(2, 3, 3, 2, 1).double()
     x = small()
@@ -355,9 +369,9 @@ def test_tensors_of_inference_mode() -> None:
     with torch.inference_mode():
         y = layer(spconv.SparseConvTensor(x.features.clone(), x.indices.clone(), [9, 8, 7], 2))
         assert torch.equal(y.features, want.features)
-        y.indices[:, 0] = 0
-        with pytest.raises(ValueError, match="same voxel"):
-            layer.__class__(3, 3, 3).double()(y)
+        y.indices[:, 1] += 100
+        with pytest.raises(ValueError, match="row 0"):
+            spconv.SubMConv3d(3, 3, 3).double()(y)
 
 
 def test_members_that_upstream_copies() -> None:
@@ -816,7 +830,7 @@ def test_policies_records_and_audits_see_the_layers() -> None:
     x = x.replace_feature(x.features.float())
     with voxmma.audit() as launched:
         y = net(x)
-    assert [record.layer for record in launched.records] == [
+    assert [launch.layer for launch in launched] == [
         "SubMConv3d(2, 4, 3x3x3)",
         "SparseConv3d(4, 4, 3x3x3)",
         "SparseInverseConv3d(4, 4, 3x3x3)",
@@ -827,8 +841,12 @@ def test_policies_records_and_audits_see_the_layers() -> None:
     assert voxmma.explain(between).applied == ("BatchNorm1d", "ReLU")
     with pytest.raises(ValueError, match="no record"):
         voxmma.explain(between.replace_feature(between.features))
-    with voxmma.policy.applied(net, "auto_mixed"):
-        assert voxmma.explain(net(x)).compute_dtype == torch.float16
+    handle = voxmma.policy.apply_policy(net, "auto_mixed")
+    with voxmma.audit() as launched:
+        half = net(x)
+    assert {launch.input for launch in launched} == {"fp16"} and half.features.dtype == torch.float32
+    assert half.indices is x.indices
+    handle.revert()
     assert voxmma.explain(net(x)).compute_dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert net(x).features.dtype == torch.bfloat16

@@ -59,7 +59,9 @@ def call(
                 if out is not None:
                     return again.run(x, weight, bias, out)
         elif kernel_map is None and not traceable(
-            x.coord_set, config.geometry, config.generative or coords is not None
+            x.coord_set,
+            config.geometry,
+            config.generative or coords is not None or config.inverse_of is not None,
         ):
             return _outside(config, x, weight, bias, coords)
     fp16_accum_flag(config.use_fp16_accum, config.accumulator)

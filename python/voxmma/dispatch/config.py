@@ -18,6 +18,7 @@ from voxmma.sparse.maps import (
     MAX_OFFSET,
     MAX_STRIDE,
     Geometry,
+    check_outputs,
     output_padding_triple,
     padding_triple,
 )
@@ -99,6 +100,9 @@ class ConvConfig:
     layer: str = "convolution"
     """name for the record"""
     output_padding: Triple = (0, 0, 0)
+    outputs: str = "windows"
+    map_key: str | None = None
+    inverse_of: str | None = None
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -109,6 +113,11 @@ class ConvConfig:
         self._put("groups", positive(self.groups, "groups"))
         if self.padding is not None:
             self._put("padding", padding_triple(self.padding, size, dilation))
+        check_outputs(self.outputs)
+        for name in ("map_key", "inverse_of"):
+            key = getattr(self, name)
+            if not isinstance(key, str | None):
+                raise TypeError(f"{name} must be a str or None, got {type(key).__name__}")
         self._put("output_padding", output_padding_triple(self.output_padding))
         if self.max_voxels is not None:
             self._put("max_voxels", check_max_voxels(self.max_voxels))

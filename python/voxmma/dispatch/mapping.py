@@ -9,6 +9,7 @@ import torch
 from voxmma._types import Triple, as_tensor
 from voxmma.dispatch.config import ConvConfig, check_window
 from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.keyed import inverse_map, keep_map
 from voxmma.sparse.maps import KernelMap
 from voxmma.sparse.maps import kernel_map as build_kernel_map
 from voxmma.sparse.tensor import Voxels
@@ -27,6 +28,9 @@ class Window(NamedTuple):
     generative: bool = False
     max_voxels: int | None = None
     output_padding: Triple = (0, 0, 0)
+    outputs: str = "windows"
+    map_key: str | None = None
+    inverse_of: str | None = None
 
 
 def resolve_map(
@@ -39,7 +43,13 @@ def resolve_map(
     """
     kernel_size, stride, dilation = config.kernel_size, config.stride, config.dilation
     padding, transposed = config.padding, config.transposed
-    if given is None:
+    if config.inverse_of is not None:
+        if coords is not None or given is not None or not transposed:
+            raise ValueError("inverse_of goes with transposed=True, and without coords and kernel_map")
+        made = inverse_map(config.inverse_of, x.coord_set)
+        stride = made.stride
+        _check_map(made, x, {"kernel_size": kernel_size}, transposed)
+    elif given is None:
         target = coords.coord_set if isinstance(coords, Voxels) else as_tensor(coords, "coords")
         if isinstance(target, torch.Tensor):
             target = CoordSet.of(target, x.batch_size)
@@ -58,6 +68,7 @@ def resolve_map(
             generative=config.generative,
             max_voxels=config.max_voxels,
             output_padding=config.output_padding,
+            outputs=config.outputs,
         )
     else:
         if coords is not None:
@@ -67,6 +78,8 @@ def resolve_map(
             geometry["padding"] = padding
         _check_map(given, x, geometry, transposed)
         made = given
+    if config.map_key is not None and not torch.compiler.is_compiling():
+        keep_map(config.map_key, made)
     if made.out_coords is made.in_coords:
         return made, x.coord_set, x.stride
     if isinstance(coords, Voxels):

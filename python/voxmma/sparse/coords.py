@@ -18,6 +18,7 @@ from voxmma.sparse.cached import Made, new_lock, refuse_capture
 if TYPE_CHECKING:
     from voxmma.dispatch.calls import Repeat
     from voxmma.sparse.derive import Derived
+    from voxmma.sparse.keyed import Keyed
     from voxmma.sparse.maps import Geometry, MapCore
 
 COORD_BITS = 18
@@ -188,6 +189,8 @@ class CoordSet:
         "batch_size",
         "calls",
         "derived",
+        "keyed",
+        "levels",
         "maps",
         "own",
         "repeated",
@@ -208,6 +211,10 @@ class CoordSet:
     """whether all its maps are inputs of a graph; see voxmma.export.mapped"""
     calls: dict[tuple[Any, ...], Repeat]
     """what was decided last for layers that ran on this set; see voxmma.dispatch.calls"""
+    keyed: dict[str, Keyed]
+    """maps under keys of the caller's; see voxmma.sparse.keyed"""
+    levels: tuple[weakref.WeakValueDictionary[Triple, CoordSet], Triple] | None
+    """the sets of cells of all strides that were made from one set, by that stride, and this one's"""
     derived: dict[Derived, CoordSet]
     """output sets of strided and generative layers made last; see voxmma.sparse.derive"""
 
@@ -254,6 +261,8 @@ class CoordSet:
         self.own = {}
         self.traced = False
         self.derived = {}
+        self.keyed = {}
+        self.levels = None
         self.calls = {}
         self.repeated = None
         self._full: _Full | None = None
@@ -347,7 +356,7 @@ class CoordSet:
         set and `feats` where there is none."""
         if self._full is None:
             return self, feats
-        return self._rows(self._full), feats[self._full.rows.get()[1]]
+        return self.full, gather_rows(feats, self._full.rows.get()[1])
 
     def _rows(self, full: _Full) -> CoordSet:
         made = full.set()
@@ -562,6 +571,11 @@ class CoordSet:
         return self if self.repeated is None else self.repeated.sites
 
     @property
+    def full(self) -> CoordSet:
+        """The set with repeated rows that these are the distinct voxels of; else this one."""
+        return self if self._full is None else self._rows(self._full)
+
+    @property
     def device(self) -> torch.device:
         return self._coords.device
 
@@ -614,7 +628,7 @@ class CoordSet:
         if target == self.device:
             return self
         if self._full is not None:
-            return self._rows(self._full).to(device, non_blocking).sites
+            return self.full.to(device, non_blocking).sites
         later = non_blocking and target.type != "cpu"
         return self._copied(
             target, lambda t: t.to(target, non_blocking=later), lambda fine: fine.to(target, non_blocking)
@@ -625,7 +639,7 @@ class CoordSet:
         if self._coords.is_pinned():
             return self
         if self._full is not None:
-            return self._rows(self._full).pin_memory().sites
+            return self.full.pin_memory().sites
         return self._copied("pinned", torch.Tensor.pin_memory, CoordSet.pin_memory)
 
     def _copied(
@@ -674,7 +688,7 @@ class CoordSet:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._full is not None:
-            return _sites_of, (self._rows(self._full),)
+            return _sites_of, (self.full,)
         repeats = self.repeated is not None
         parts = self.coords, self.batch_size, self._index.bounds, self.spatial_shape, repeats
         link = self.finer
@@ -745,6 +759,11 @@ def _made(coords: torch.Tensor) -> Made:
 def kernels_take(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one for kernels: on a GPU, and with memory, as under torch.func none is."""
     return tensor.is_cuda and not torch._C._are_functorch_transforms_active()
+
+
+def gather_rows(feats: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """feats[rows] by the operator whose backward is deterministic on the device although rows repeat."""
+    return feats[rows] if feats.is_cuda else feats.index_select(0, rows)
 
 
 def find_keys(keys: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

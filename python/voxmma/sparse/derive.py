@@ -146,8 +146,7 @@ def _cached(source: CoordSet, key: Derived, max_voxels: int | None) -> CoordSet:
     made = source.derived.get(key)
     if made is None or made._made.written:
         made = _made_once(source, key, limit)
-    if made.num > limit:
-        raise _too_many(made.num, limit, source.num)
+    check_count(made.num, limit, source.num)
     return made
 
 
@@ -180,6 +179,13 @@ def check_max_voxels(max_voxels: int | None) -> int:
     if max_voxels is None:
         return DEFAULT_MAX_VOXELS
     return positive(max_voxels, "max_voxels")
+
+
+def check_count(count: int, max_voxels: int | None, source: int) -> None:
+    """ValueError where a layer makes more than `max_voxels` voxels out of `source`."""
+    limit = check_max_voxels(max_voxels)
+    if count > limit:
+        raise _too_many(count, limit, source)
 
 
 def _too_many(count: int, limit: int, source: int) -> ValueError:

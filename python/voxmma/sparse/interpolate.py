@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 from voxmma._extension import _C
-from voxmma.sparse.coords import kernels_take
+from voxmma.sparse.coords import gather_rows, kernels_take
 
 
 def weighted(feats: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def weighted(feats: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     out = torch.zeros((len(rows), feats.shape[1]), dtype=_wide(feats), device=feats.device)
     for found, share in zip(rows.long().unbind(1), weights.to(out.dtype).unbind(1), strict=True):
         weight = torch.where(found >= 0, share, 0).unsqueeze(1)
-        picked = _gather(table, torch.where(found >= 0, found, other)).to(out.dtype)
+        picked = gather_rows(table, torch.where(found >= 0, found, other)).to(out.dtype)
         out = out + torch.where(weight != 0, picked * weight, 0)
     return out.to(feats.dtype)
 
@@ -59,11 +59,6 @@ def _corners(feats: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tens
 
 def _wide(feats: Tensor) -> torch.dtype:
     return torch.float64 if feats.dtype == torch.float64 else torch.float32
-
-
-def _gather(feats: Tensor, rows: Tensor) -> Tensor:
-    """feats[rows] by the operator whose backward is deterministic on the device although rows repeat."""
-    return feats[rows] if feats.is_cuda else feats.index_select(0, rows)
 
 
 class Interpolate(Function):

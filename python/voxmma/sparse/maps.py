@@ -21,8 +21,18 @@ from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import Triple, triple
 from voxmma.sparse.cached import Made, keep, new_lock, refuse_capture
-from voxmma.sparse.coords import _KEPT, COORD_MAX, COORD_MIN, CoordSet, pack_axis, pack_batch
-from voxmma.sparse.derive import children, windows
+from voxmma.sparse.coords import (
+    _KEPT,
+    COORD_MAX,
+    COORD_MIN,
+    CoordSet,
+    Finer,
+    pack,
+    pack_axis,
+    pack_batch,
+    unpack,
+)
+from voxmma.sparse.derive import cells, cells_shape, check_count, children, windows
 
 if TYPE_CHECKING:
     from voxmma.sparse.tensor import Voxels
@@ -506,6 +516,7 @@ def kernel_map(
     generative: bool = False,
     max_voxels: int | None = None,
     output_padding: int | Sequence[int] = 0,
+    outputs: str = "windows",
 ) -> KernelMap:
     """The kernel map of a convolution or pooling layer, built on first use and cached on a coordinate set.
 
@@ -519,8 +530,9 @@ def kernel_map(
     - transposed: with stride 1 the inputs themselves; else, unless generative, the finer set that strided
       layers of this total stride made `in_coords` from; else every site that an input reaches.
 
-    Where `in_coords` has a `spatial_shape`, sites outside of torch's output shape are left out; where it has
-    none, the grid has no borders.
+    With outputs='cells' a strided layer that is not generative makes the cells of the coarser grid that hold
+    an input instead, whatever its kernel: `voxmma.downsample`. Where `in_coords` has a `spatial_shape`, sites
+    outside of torch's output shape are left out; where it has none, the grid has no borders.
 
     Sets made here are sorted by (batch, x, y, z), and made once for an input set and a kernel. On a GPU that
     reads back how many they are; building a map reads back how large its plan is, unless little room is
@@ -537,6 +549,7 @@ def kernel_map(
         max_voxels: most voxels a set made here may have, default 2^26.
         output_padding: 0 or more, one int or three: cells added to the far side of the `spatial_shape` that a
             transposed layer makes.
+        outputs: 'windows' or 'cells', see above.
 
     Raises:
         TypeError, ValueError: naming the argument: wrong type, out of range, sets on two devices or of two
@@ -545,10 +558,10 @@ def kernel_map(
         RuntimeError: the coordinates are on a GPU and this build has no CUDA kernels.
     """
     source = _coord_set(in_coords, "in_coords")
-    make = _geometry
+    make = geometry_of
     if not torch.compiler.is_compiling() and padding is None:
         cubic = type(kernel_size) is type(dilation) is type(stride) is int
-        make = _cubic_geometry if cubic else _geometry
+        make = _cubic_geometry if cubic else geometry_of
     geometry = make(kernel_size, dilation, stride, padding)
     step = geometry.stride
     flipped = False  # cached on the set that the other one was made from
@@ -556,7 +569,8 @@ def kernel_map(
         target = _coord_set(out_coords, "out_coords")
     else:
         more = output_padding_triple(output_padding)
-        target, flipped = _made_from(source, geometry, transposed, generative, max_voxels, more)
+        rule = check_outputs(outputs), max_voxels, more
+        target, flipped = made_from(source, geometry, transposed, generative, *rule)
     if target is not source:
         if out_coords is not None and not transposed and step != (1, 1, 1):
             target.remember(source, geometry)
@@ -575,17 +589,20 @@ def kernel_map(
     return made._built()
 
 
-def _made_from(
+def made_from(
     source: CoordSet,
     geometry: Geometry,
     transposed: bool,
     generative: bool,
+    outputs: str,
     max_voxels: int | None,
     output_padding: Triple,
 ) -> tuple[CoordSet, bool]:
     """The outputs of a layer on `source`, and whether the finer set was made out of the coarser one."""
     if geometry.stride == (1, 1, 1) and not generative:
         return source, False
+    if not transposed and outputs == "cells" and not generative:
+        return coarser_set(source, geometry.stride, max_voxels), False
     if not transposed:
         return windows(source, geometry, max_voxels), False
     finer = None if generative else finer_set(source, geometry.stride)
@@ -594,7 +611,7 @@ def _made_from(
     return children(source, geometry, max_voxels, output_padding), True
 
 
-def _geometry(
+def geometry_of(
     kernel_size: int | Sequence[int],
     dilation: int | Sequence[int],
     stride: int | Sequence[int],
@@ -612,7 +629,7 @@ def _geometry(
 
 
 #: The same for plain ints: equal arguments of other types, such as True, must not find what 1 left.
-_cubic_geometry = functools.lru_cache(maxsize=256)(_geometry)
+_cubic_geometry = functools.lru_cache(maxsize=256)(geometry_of)
 
 
 def traceable(x: CoordSet, geometry: Geometry, elsewhere: bool = False) -> bool:
@@ -639,7 +656,8 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
-    """The set that strided layers of this total stride made `coarse` from, None when there is none.
+    """The set that strided layers of this total stride made `coarse` from, or of cells of which it holds
+    those (`coarser_set`); None when there is none.
 
     ValueError when there are several: `CoordSet.remember`.
     """
@@ -650,7 +668,7 @@ def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
     while total != stride:
         link = found.finer
         if link is None or any(t > s for t, s in zip(total, stride, strict=True)):
-            return None
+            return _finer_level(coarse, stride)
         if link.ambiguous:
             raise ValueError(
                 "strided layers on several inputs put their outputs on the coordinates of x (coords=...): "
@@ -661,12 +679,64 @@ def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
     return found
 
 
+def _finer_level(coarse: CoordSet, stride: Triple) -> CoordSet | None:
+    if coarse.levels is None:
+        return None
+    family, mine = coarse.levels
+    x, y, z = (m // s if m % s == 0 else 0 for m, s in zip(mine, stride, strict=True))
+    return family.get((x, y, z))
+
+
 def padding_triple(padding: int | Sequence[int] | None, size: Triple, dilation: Triple) -> Triple:
     """`padding` per axis, or its default: (size // 2) * dilation for odd sizes, 0 for even ones."""
     if padding is not None:
         return triple(padding, "padding", -MAX_OFFSET, MAX_OFFSET)
     x, y, z = (k // 2 * d if k % 2 else 0 for k, d in zip(size, dilation, strict=True))
     return x, y, z
+
+
+def coarser_set(source: CoordSet, stride: Triple, max_voxels: int | None = None) -> CoordSet:
+    """The cells of a grid coarser by `stride` that hold a voxel: one set for every total stride from the set
+    that the first of them was made from, by whatever steps.
+
+    Raises ValueError as `voxmma.sparse.derive.windows`.
+    """
+    if stride == (1, 1, 1) or torch.compiler.is_compiling():
+        return _cells(source, stride, max_voxels)
+    with source._index.lock:
+        if source.levels is None:
+            source.levels = weakref.WeakValueDictionary({(1, 1, 1): source}), (1, 1, 1)
+        family, mine = source.levels
+        x, y, z = (m * s for m, s in zip(mine, stride, strict=True))
+        made = family.get((x, y, z))
+        if made is None or made._made.written:
+            made = _cells(source, stride, max_voxels)
+            made.levels = family, (x, y, z)
+            family[x, y, z] = made
+        check_count(made.num, max_voxels, source.num)
+        return made
+
+
+def _cells(source: CoordSet, stride: Triple, max_voxels: int | None) -> CoordSet:
+    geometry = Geometry(stride, stride, (1, 1, 1), (0, 0, 0))
+    if max(stride) <= MAX_KERNEL:
+        return cells(source, geometry, max_voxels)
+    columns = zip(source.coords.unbind(1), (1, *stride), strict=True)
+    coarse = torch.stack([column.div(size, rounding_mode="floor") for column, size in columns], dim=1)
+    with torch.inference_mode(False), torch.no_grad():
+        rows = unpack(torch.unique(pack(coarse)))
+        made = CoordSet.trusted(
+            rows, source.batch_size, spatial_shape=cells_shape(source.spatial_shape, stride)
+        )
+    made.finer = Finer(source, geometry)
+    return made
+
+
+def check_outputs(outputs: str) -> str:
+    """`outputs`; ValueError unless it is 'windows' or 'cells'."""
+    if outputs not in ("windows", "cells"):
+        raise ValueError(f"outputs must be 'windows' or 'cells', got {outputs!r}")
+    return outputs
 
 
 def output_padding_triple(output_padding: int | Sequence[int]) -> Triple:

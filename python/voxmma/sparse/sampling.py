@@ -80,6 +80,7 @@ def devoxelise(
     """
     if mode not in ("nearest", "trilinear"):
         raise ValueError(f"mode must be 'nearest' or 'trilinear', got {mode!r}")
+    x = x.sites()
     points, batch_index = tensors(points, "points"), as_tensor(batch_index, "batch_index")
     nothing: torch.Tensor | list[torch.Tensor]
     if one := isinstance(points, torch.Tensor):

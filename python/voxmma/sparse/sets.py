@@ -8,8 +8,16 @@ import torch
 
 from voxmma._types import Triple, as_tensor, triple
 from voxmma.sparse.coords import CoordSet, check_columns, find_keys, pack, unpack
-from voxmma.sparse.derive import DEFAULT_MAX_VOXELS, cells, cells_shape
-from voxmma.sparse.maps import MAX_KERNEL, MAX_STRIDE, Geometry, _coord_set
+from voxmma.sparse.derive import DEFAULT_MAX_VOXELS
+from voxmma.sparse.maps import (
+    MAX_STRIDE,
+    _coord_set,
+    check_outputs,
+    coarser_set,
+    geometry_of,
+    made_from,
+    output_padding_triple,
+)
 from voxmma.sparse.tensor import Voxels
 
 # ---- sets from sets ----------------------------------------------------------------------------------------
@@ -19,17 +27,34 @@ def downsample(coords: CoordSet | Voxels, stride: int | Sequence[int]) -> CoordS
     """The cells of a grid coarser by `stride` (one int or three, 1 to 4096) that hold a voxel.
 
     Coordinates are divided and rounded down, negative ones too: -1 at stride 2 lies in cell -1. Sorted by
-    (batch, x, y, z). Up to stride 9 it is made once, and shared with unpadded layers of that kernel size and
-    stride; in a bounded grid where that divides the shape, as its last cells may be cut by the border.
-    TypeError or ValueError names the argument.
+    (batch, x, y, z). It is one set as long as it lives (up to stride 9 as long as `coords` does): the same
+    for steps 2, 2 and for 4, for layers with outputs='cells', and up to 9 for unpadded layers of that kernel
+    size and stride, in a bounded grid where it divides the shape. TypeError or ValueError names the argument.
     """
     source = _coord_set(coords, "coords")
     step = triple(stride, "stride", 1, MAX_STRIDE)
-    if max(step) <= MAX_KERNEL and source.num <= DEFAULT_MAX_VOXELS:  # a layer without overlap makes this set
-        return cells(source, Geometry(step, step, (1, 1, 1), (0, 0, 0)))
-    columns = zip(source.coords.unbind(1), (1, *step), strict=True)
-    coarse = torch.stack([column.div(size, rounding_mode="floor") for column, size in columns], dim=1)
-    return _from_keys(pack(coarse), source.batch_size, cells_shape(source.spatial_shape, step))
+    return coarser_set(source, step, max(source.num, DEFAULT_MAX_VOXELS))
+
+
+def output_coords(
+    coords: CoordSet | Voxels,
+    kernel_size: int | Sequence[int],
+    *,
+    dilation: int | Sequence[int] = 1,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | None = None,
+    transposed: bool = False,
+    generative: bool = False,
+    max_voxels: int | None = None,
+    output_padding: int | Sequence[int] = 0,
+    outputs: str = "windows",
+) -> CoordSet:
+    """The coordinates that a layer with these arguments makes, without its kernel map: the very set that the
+    layer will put its result on. Arguments and errors as of `kernel_map`.
+    """
+    geometry = geometry_of(kernel_size, dilation, stride, padding)
+    rule = check_outputs(outputs), max_voxels, output_padding_triple(output_padding)
+    return made_from(_coord_set(coords, "coords"), geometry, transposed, generative, *rule)[0].full
 
 
 def union(*coords: CoordSet | Voxels) -> CoordSet:

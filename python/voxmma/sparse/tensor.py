@@ -19,7 +19,9 @@ from voxmma.sparse.coords import (
     check_columns,
     check_inside,
     check_spatial_shape,
+    gather_rows,
 )
+from voxmma.sparse.keyed import MapsByKey
 from voxmma.sparse.points import FEATURE_DTYPES, REDUCTIONS, Number, merge, quantize
 
 if TYPE_CHECKING:
@@ -179,6 +181,11 @@ class Voxels:
         return self._coord_set.spatial_shape
 
     @property
+    def maps(self) -> MapsByKey:
+        """The kernel maps from and to these voxels that layers with a `map_key` ran over, by that key."""
+        return MapsByKey(self._coord_set.sites)
+
+    @property
     def counts(self) -> torch.Tensor:
         """(batch_size,) int64 voxels of each sample, zeros for empty samples, on the voxels' device; to be
         read only."""
@@ -230,7 +237,8 @@ class Voxels:
         repeated = self._coord_set.repeated
         if repeated is None:
             return self
-        return Voxels._make(repeated.sites, self._feats[repeated.rows.get()[0]], self._stride)
+        feats = gather_rows(self._feats, repeated.rows.get()[0])
+        return Voxels._make(repeated.sites, feats, self._stride)
 
     def with_feats(self, feats: torch.Tensor) -> Voxels:
         """Other features (N, C') on the same coordinates. TypeError or ValueError as in the constructor."""

@@ -153,14 +153,14 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
     return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
 
 
-def _map_seconds(coords: torch.Tensor, feats: torch.Tensor, repeats: int) -> float:
+def _map_seconds(coords: torch.Tensor, repeats: int) -> float:
     """Median wall time from coordinates to a finished kernel map: checks, index, neighbours, plan."""
     samples = []
     for _ in range(repeats + 1):
         if coords.is_cuda:
             torch.cuda.synchronize(coords.device)
         start = time.perf_counter()
-        made = kernel_map(voxmma.Voxels(coords, feats).coord_set, 3)
+        made = kernel_map(voxmma.CoordSet(coords), 3)
         if coords.is_cuda:
             torch.cuda.synchronize(coords.device)
         samples.append(time.perf_counter() - start)
@@ -212,7 +212,7 @@ def run_case(case: Case, coords: torch.Tensor, repeats: int) -> dict[str, Any]:
         "forward_ms": forward * 1e3,
         "dgrad_ms": dgrad * 1e3,
         "wgrad_ms": wgrad * 1e3,
-        "map_ms": _map_seconds(coords, x, min(repeats, 10)) * 1e3,
+        "map_ms": _map_seconds(coords, min(repeats, 10)) * 1e3,
         "map_mib": mapping.nbytes / 2**20,
         "forward_tflops": flops / forward / 1e12,
         "wgrad_tflops": flops / wgrad / 1e12,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from voxmma.compat.spconv import constants as constants
 from voxmma.compat.spconv import core as core
+from voxmma.compat.spconv import cumm as cumm
 from voxmma.compat.spconv import pytorch as pytorch
 from voxmma.compat.spconv import utils as utils
 from voxmma.compat.spconv.core import AlgoHint as AlgoHint

@@ -34,6 +34,9 @@ def spatially_sparse_conv(
     kernel_map: KernelMap | None = None,
     layer: str = "spatially_sparse_conv",
     output_padding: KernelSize = 0,
+    outputs: str = "windows",
+    map_key: str | None = None,
+    inverse_of: str | None = None,
 ) -> Voxels:
     """Sparse convolution, submanifold, strided, generative or transposed.
 
@@ -92,6 +95,13 @@ def spatially_sparse_conv(
             `voxmma.kernel_map(x, ...).transposed()` of that layer's input x.
         layer: name for the record that voxmma.explain() gives.
         output_padding: one int or three, 0 or more; see above. It changes nothing without a `spatial_shape`.
+        outputs: 'cells' makes a strided layer put its outputs on the cells of the coarser grid that hold a
+            voxel of x, whatever kernel and padding: the set of `voxmma.downsample(x, stride)`, one for each
+            total stride (MinkowskiEngine's rule). Layers that are transposed or generative do not ask.
+        map_key: keeps the map on the coordinates of input and output, where `x.maps[map_key]` finds it.
+        inverse_of: with transposed=True, the map_key of the layer that made the coordinates of x: this call
+            runs over the opposite of its map, back to the voxels that it came from. Stride, dilation and
+            padding are those of the map.
 
     Returns:
         Voxels with C_out channels, carrying the record of what ran.
@@ -106,7 +116,7 @@ def spatially_sparse_conv(
     """
     geometry = (kernel_size, stride, dilation, groups, padding, transposed, generative, max_voxels)
     precision = (use_fp16_accum, accumulator, compute_dtype, out_dtype)
-    config = config_of(*geometry, *precision, layer, output_padding)
+    config = config_of(*geometry, *precision, layer, output_padding, outputs, map_key, inverse_of)
     return call(config, x, weight, bias, coords=coords, kernel_map=kernel_map)
 
 

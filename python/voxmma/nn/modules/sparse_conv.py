@@ -15,7 +15,9 @@ from voxmma._types import Triple, integers, planar, positive
 from voxmma.dispatch.calls import call
 from voxmma.dispatch.config import ConvConfig, KernelSize, check_window, fp16_accum_flag
 from voxmma.dispatch.mapping import Target, resolve_map
+from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.maps import KernelMap, padding_triple
+from voxmma.sparse.sets import output_coords
 from voxmma.sparse.tensor import Voxels
 
 KernelSize2d = int | tuple[int, int]
@@ -67,6 +69,9 @@ class SparseConv3d(nn.Module):
         max_voxels: most voxels the layer may make, default 2^26.
         output_padding: one int or three, 0 or more: cells that a transposed layer adds to the far side of the
             `spatial_shape` it makes; nothing else changes.
+        outputs: 'cells' puts the outputs of a strided layer on the cells of the coarser grid. map_key: keeps
+            the map under this key. inverse_of: the map_key of the layer that a transposed one undoes. See
+            spatially_sparse_conv.
         device, dtype: of the parameters.
 
     The arguments but for channels, device and dtype are attributes, which may be set: `layer.config`, what a
@@ -95,6 +100,9 @@ class SparseConv3d(nn.Module):
     compute_dtype = _Setting["torch.dtype | None"]()
     out_dtype = _Setting["torch.dtype | None"]()
     output_padding = _Setting[Triple]()
+    outputs = _Setting[str]()
+    map_key = _Setting["str | None"]()
+    inverse_of = _Setting["str | None"]()
 
     def __init__(
         self,
@@ -114,6 +122,9 @@ class SparseConv3d(nn.Module):
         padding: KernelSize | None = None,
         max_voxels: int | None = None,
         output_padding: KernelSize = 0,
+        outputs: str = "windows",
+        map_key: str | None = None,
+        inverse_of: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -138,6 +149,9 @@ class SparseConv3d(nn.Module):
             accumulator,
             compute_dtype,
             output_padding=output_padding,  # type: ignore[arg-type]
+            outputs=outputs,
+            map_key=map_key,
+            inverse_of=inverse_of,
         )
         size, step, spread, pad = config.geometry
         check_window(size, step, spread, pad, generative)
@@ -165,6 +179,25 @@ class SparseConv3d(nn.Module):
         """The map that `forward(x, coords=coords)` runs over; its `transposed()` is that of the layer's
         inverse."""
         return resolve_map(x, self.config, coords)[0]
+
+    def output_coords(self, x: Voxels) -> CoordSet:
+        """The coordinates of `forward(x)`, without its kernel map; see voxmma.output_coords."""
+        c = self.config
+        if c.inverse_of is not None:
+            return resolve_map(x, c)[1].full
+        size, stride, dilation, padding = c.geometry
+        return output_coords(
+            x,
+            size,
+            stride=stride,
+            dilation=dilation,
+            padding=padding,
+            transposed=c.transposed,
+            generative=c.generative,
+            max_voxels=c.max_voxels,
+            output_padding=c.output_padding,
+            outputs=c.outputs,
+        )
 
     def forward(
         self, x: Voxels, kernel_map: KernelMap | None = None, *, coords: Target | None = None
@@ -218,6 +251,9 @@ class SparseConv3d(nn.Module):
             ("generative", False),
             ("max_voxels", None),
             ("output_padding", (0, 0, 0)),
+            ("outputs", "windows"),
+            ("map_key", None),
+            ("inverse_of", None),
             ("use_fp16_accum", None),
             ("accumulator", None),
         ):

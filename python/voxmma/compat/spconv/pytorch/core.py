@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from voxmma._types import Triple, as_tensor, integer, integers
@@ -118,7 +119,7 @@ class Places:
             batch, grid = integer(self.batch), padded(sizes(self.shape, self.ndim, "spatial_shape"), 1)
             if batch is None:
                 raise TypeError(f"batch_size must be an int, got {self.batch!r}")
-            self._coords = CoordSet(rows, batch, grid)
+            self._coords = CoordSet(rows, batch, grid, "keep")
         return self._coords
 
     @property
@@ -378,8 +379,9 @@ class SparseConvTensor:
         return made
 
     def dense(self, channels_first: bool = True) -> torch.Tensor:
-        """(batch_size, C, *spatial_shape), or with the channels last; zeros where there is no voxel."""
-        x, ndim = self.voxels, self._places.ndim
+        """(batch_size, C, *spatial_shape), or with the channels last; zeros where there is no voxel. Of
+        rows that repeat a voxel the first counts."""
+        x, ndim = self.voxels.sites(), self._places.ndim
         shape = (x.batch_size, *self._shape(), x.channels)
         grid = scatter_nd(x.coords[:, : ndim + 1], x.feats, shape)
         return grid.permute(0, ndim + 1, *range(1, ndim + 1)).contiguous() if channels_first else grid
@@ -435,3 +437,21 @@ class SparseConvTensor:
 def scatter_nd(indices: torch.Tensor, updates: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Zeros of `shape` with `updates` (N, ...) at `indices` (N, k)."""
     return updates.new_zeros(tuple(shape)).index_put(tuple(indices.long().unbind(1)), updates)
+
+
+# ---- pytree: policies, data loaders and DDP see the two tensors ----------------------------------------------
+
+
+def _flatten(x: SparseConvTensor) -> tuple[list[Any], SparseConvTensor]:
+    return [x._features, x.indices], x._with(x._features[:0])
+
+
+def _unflatten(children: Iterable[Any], x: SparseConvTensor) -> SparseConvTensor:
+    features, indices = children
+    made = x._with(features)
+    if indices is not x._places._indices:
+        made._places = made._placed(indices) if isinstance(indices, torch.Tensor) else x._places
+    return made
+
+
+pytree.register_pytree_node(SparseConvTensor, _flatten, _unflatten)

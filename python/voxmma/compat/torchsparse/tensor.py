@@ -11,7 +11,7 @@ from voxmma._types import Triple
 from voxmma.compat.kernels import columns_inside, columns_outside, turned
 from voxmma.compat.sets import known, remember
 from voxmma.compat.torchsparse import options
-from voxmma.compat.torchsparse.utils.tensor_cache import KernelMaps, cache_for
+from voxmma.compat.torchsparse.utils.tensor_cache import KernelMaps, TensorCache, cache_for
 from voxmma.compat.torchsparse.utils.utils import make_ntuple, make_triple
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.tensor import Voxels
@@ -60,6 +60,23 @@ class SparseTensor:
         self._record: Record | None = None
         self._applied: tuple[str, ...] = ()
         self._set: tuple[torch.Tensor, int, CoordSet] | None = None
+
+    @staticmethod
+    def _make(
+        feats: torch.Tensor,
+        coords: torch.Tensor,
+        stride: Triple,
+        spatial_range: tuple[int, ...] | None,
+        caches: TensorCache,
+        found: tuple[torch.Tensor, int, CoordSet] | None,
+        record: Record | None = None,
+        applied: tuple[str, ...] = (),
+    ) -> SparseTensor:
+        """From parts that fit together."""
+        made = SparseTensor.__new__(SparseTensor)
+        made._feats, made.coords, made.stride, made.spatial_range = feats, coords, stride, spatial_range
+        made._caches, made._set, made._record, made._applied = caches, found, record, applied
+        return made
 
     # ---- facts ---------------------------------------------------------------------------------------------
 
@@ -126,11 +143,10 @@ class SparseTensor:
 
     def _like(self, feats: torch.Tensor, applied: str = "") -> SparseTensor:
         """Other features on the same coordinates, made row by row by what is called `applied`."""
-        made = SparseTensor(feats, self.coords, self.stride, self.spatial_range)
-        made._caches, made._set = self._caches, self._set
+        where = self.coords, self.stride, self.spatial_range, self._caches, self._set
         if applied and self._record is not None:
-            made._record, made._applied = self._record, (*self._applied, applied)
-        return made
+            return SparseTensor._make(feats, *where, self._record, (*self._applied, applied))
+        return SparseTensor._make(feats, *where)
 
     # ---- in place, as there --------------------------------------------------------------------------------
 

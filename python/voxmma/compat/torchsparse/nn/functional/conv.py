@@ -35,7 +35,7 @@ def kernel_inside(kernel: torch.Tensor, kernel_size: Triple) -> torch.Tensor:
         return kernel.unsqueeze(0)
     if len(kernel) % 2:
         return kernel
-    return kernel.unflatten(0, kernel_size).permute(2, 1, 0, 3, 4).flatten(0, 2)
+    return kernel.unflatten(0, kernel_size).permute(2, 1, 0, 3, 4).reshape(kernel.shape)
 
 
 def effective_dilation(dilation: Any) -> Triple:
@@ -51,16 +51,32 @@ def effective_dilation(dilation: Any) -> Triple:
     )
 
 
-def map_padding(size: Triple, stride: Triple, dilation: Triple, padding: Triple, how: str) -> Triple:
-    """Along x, y, z: input = output * stride - padding + k * dilation for the layers of torchsparse."""
-    centre = [(k - 1) // 2 * d for k, d in zip(size, dilation, strict=True)]
-    if options.version == 1 or how != "window":
-        x, y, z = centre
-    elif stride != (1, 1, 1):
-        x, y, z = padding
-    else:
-        x, y, z = centre if math.prod(size) % 2 else (0, 0, 0)
-    return x, y, z
+class Shape:
+    """What a layer is along x, y, z, and turned round. Made once (`shape_of`), compared by identity."""
+
+    def __init__(
+        self, size: Triple, stride: Triple, dilation: Triple, padding: Triple, how: str, version: int
+    ) -> None:
+        self.size, self.stride, self.dilation, self.padding = size, stride, dilation, padding
+        self.how = how
+        self.keeps = stride == (1, 1, 1)
+        """whether the voxels stay"""
+        centre = [(k - 1) // 2 * d for k, d in zip(size, dilation, strict=True)]
+        if version == 1 or how != "window":
+            x, y, z = centre
+        elif self.keeps:
+            x, y, z = centre if math.prod(size) % 2 else (0, 0, 0)
+        else:
+            x, y, z = padding
+        self.map_padding = x, y, z
+        """input = output * stride - map_padding + k * dilation"""
+        self.usual = self.map_padding == padding_triple(None, size, dilation)
+        self.geometry = Geometry(turned(size), turned(stride), turned(dilation), turned(self.map_padding, 0))
+        self.clip = self.geometry._replace(padding=turned(padding, 0))
+        """of the windows that clip what a strided layer makes"""
+
+
+shape_of = functools.lru_cache(maxsize=1024)(Shape)
 
 
 def conv3d(
@@ -88,23 +104,13 @@ def conv3d(
     voxmma.nn.functional.spatially_sparse_conv does.
     """
     size, step, spread = make_triple(kernel_size), make_triple(stride), effective_dilation(dilation)
+    shape = shape_of(size, step, spread, make_triple(padding), rule(config), options.version)
+    geometry = shape.geometry
+    sizes = geometry.kernel_size, geometry.stride, geometry.dilation
     inside = config_of(
-        turned(size),
-        turned(step),
-        turned(spread),
-        1,
-        None,
-        transposed,
-        False,
-        None,
-        None,
-        None,
-        None,
-        None,
-        "torchsparse.conv3d",
+        *sizes, 1, geometry.padding, transposed, False, None, None, None, None, None, "torchsparse.conv3d"
     )
-    kernel = kernel_inside(weight, size)
-    return run(inside, input, kernel, bias, size, step, spread, make_triple(padding), config, generative)
+    return run(inside, input, kernel_inside(weight, size), bias, shape, generative)
 
 
 def run(
@@ -112,58 +118,55 @@ def run(
     input: SparseTensor,
     kernel: torch.Tensor,
     bias: torch.Tensor | None,
-    size: Triple,
-    stride: Triple,
-    dilation: Triple,
-    padding: Triple,
-    config: Mapping[str, Any] | None,
+    shape: Shape,
     generative: bool,
 ) -> SparseTensor:
-    """`conv3d` with arguments along x, y, z that are checked; `inside` holds them turned round, but for the
-    padding, and what decides on precision."""
+    """`conv3d` of a shape; `inside` holds it turned round, but for the padding, and what decides on
+    precision."""
     if generative:
         raise ValueError(
             "generative=True is not there: voxmma.nn.SparseConvTranspose3d(..., generative=True), or "
             "voxmma.compat.MinkowskiEngine's MinkowskiGenerativeConvolutionTranspose"
         )
-    caches, source = input._caches, input.coord_set.sites
-    caches.cmaps.setdefault(input.stride, _entry(input.coords, input.spatial_range))
+    caches, start, stride = input._caches, input.stride, shape.stride
+    if start not in caches.cmaps:
+        caches.cmaps[start] = _entry(input.coords, input.spatial_range)
     spatial_range, coords = input.spatial_range, input.coords
+    padding = shape.geometry.padding
     target: CoordSet | None
-    if inside.transposed and stride != (1, 1, 1):
-        finer = make_triple([t // s for t, s in zip(input.stride, stride, strict=True)])
-        found = caches.kmaps.get((finer, size, stride, dilation))
+    if shape.keeps:
+        out_stride = start
+        target = None if shape.usual else input.coord_set
+    elif inside.transposed:
+        finer = make_triple([t // s for t, s in zip(start, stride, strict=True)])
+        found = caches.kmaps.get((finer, shape.size, stride, shape.dilation))
         entry = caches.cmaps.get(finer)
         if found is None or entry is None:
             raise ValueError(
-                f"no strided layer of kernel_size {size} and stride {stride} ran at tensor stride {finer} "
-                "before this transposed one"
+                f"no strided layer of kernel_size {shape.size} and stride {stride} ran at tensor stride "
+                f"{finer} before this transposed one"
             )
-        pad, out_stride = found.padding, finer
+        padding, out_stride = turned(found.padding, 0), finer
         coords, spatial_range = (entry, None) if isinstance(entry, torch.Tensor) else entry
         target = coord_set(coords, out_stride)
     else:
-        how = rule(config)
-        pad = map_padding(size, stride, dilation, padding, how)
-        out_stride = make_triple([t * s for t, s in zip(input.stride, stride, strict=True)])
-        if stride == (1, 1, 1):
-            target = None if pad == padding_triple(None, size, dilation) else source
-        else:
-            spatial_range = _range(spatial_range, size, stride, padding)
-            geometry = Geometry(turned(size), turned(stride), turned(dilation), turned(pad, 0))
-            key = (source, geometry, how, turned(padding), spatial_range, _tensor._allow_negative_coordinates)
-            target = caches.kmaps.targets.get(key)
-            if target is None:
-                target = _outputs(source, geometry, how, turned(padding), spatial_range)
-                caches.kmaps.targets[key] = target
-            coords = coords_of(target, out_stride, caches.kmaps)
-            caches.kmaps[input.stride, size, stride, dilation] = LayerMap(pad)
-    made = call(_padded(inside, turned(pad, 0)), input.voxels, kernel, bias, coords=target)
-    output = SparseTensor(made.feats, coords, out_stride, spatial_range)
-    output._caches, output._record = caches, made._record
-    output._set = (coords, coords._version, made.coord_set)
-    caches.cmaps.setdefault(out_stride, _entry(coords, spatial_range))
-    return output
+        out_stride = start[0] * stride[0], start[1] * stride[1], start[2] * stride[2]
+        if spatial_range is not None:
+            spatial_range = _range(spatial_range, shape)
+        source = input.coord_set.sites
+        key = (source, shape, spatial_range, _tensor._allow_negative_coordinates)
+        target = caches.kmaps.targets.get(key)
+        if target is None:
+            target = caches.kmaps.targets[key] = _outputs(source, shape, spatial_range)
+        coords = coords_of(target, out_stride, caches.kmaps)
+        caches.kmaps[start, shape.size, stride, shape.dilation] = LayerMap(shape.map_padding)
+    if inside.padding != padding:
+        inside = _padded(inside, padding)
+    made = call(inside, input.voxels, kernel, bias, coords=target)
+    if out_stride not in caches.cmaps:
+        caches.cmaps[out_stride] = _entry(coords, spatial_range)
+    found_set = (coords, coords._version, made._coord_set)
+    return SparseTensor._make(made._feats, coords, out_stride, spatial_range, caches, found_set, made._record)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -176,23 +179,17 @@ def _entry(coords: torch.Tensor, spatial_range: tuple[int, ...] | None) -> Any:
     return coords if options.version == 1 else (coords, spatial_range)
 
 
-def _range(
-    spatial_range: tuple[int, ...] | None, size: Triple, stride: Triple, padding: Triple
-) -> tuple[int, ...] | None:
+def _range(spatial_range: tuple[int, ...], shape: Shape) -> tuple[int, ...]:
     """`spatial_range` of what a strided layer makes."""
-    if spatial_range is None:
-        return None
-    axes = zip(spatial_range[1:], size, stride, padding, strict=True)
+    axes = zip(spatial_range[1:], shape.size, shape.stride, shape.padding, strict=True)
     return (spatial_range[0], *((n + 2 * p - k) // s + 1 for n, k, s, p in axes))
 
 
-def _outputs(
-    source: CoordSet, geometry: Geometry, how: str, padding: Triple, spatial_range: tuple[int, ...] | None
-) -> CoordSet:
-    """The output set of a strided layer: `geometry` is that of its map, `padding` what clips it."""
-    size, stride, dilation, pad = geometry
+def _outputs(source: CoordSet, layer: Shape, spatial_range: tuple[int, ...] | None) -> CoordSet:
+    """The output set of a strided layer."""
+    size, stride, dilation, pad = layer.geometry
     whole = all(s in (1, k) for s, k in zip(stride, size, strict=True))
-    if how == "cells" or (whole and (options.version == 1 or how == "centred")):
+    if layer.how == "cells" or (whole and (options.version == 1 or layer.how == "centred")):
         return downsample(source, stride)
     if source.num == 0:
         return _part(source, source.coords[:, 0] >= 0)
@@ -201,9 +198,9 @@ def _outputs(
         # The sites that an offset leads to from a voxel, not from which it leads there: offsets negated.
         back = zip(size, dilation, pad, strict=True)
         x, y, z = ((k - 1) * d - p for k, d, p in back)
-        found = windows(source, geometry._replace(padding=(x, y, z)))
+        found = windows(source, layer.geometry._replace(padding=(x, y, z)))
         return _part(found, (found.coords[:, 1:] * step >= source.coords[:, 1:].amin(0)).all(1))
-    clip = geometry._replace(padding=padding)
+    clip = layer.clip
     if spatial_range is None:
         last: Sequence[int] = (source.coords[:, 1:].amax(0) + 1).tolist()
         x, y, z = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in zip(last, *clip, strict=True))

@@ -118,7 +118,11 @@ def clear_global_conv_config() -> None:
 
 def rule(config: Mapping[str, Any] | None) -> str:
     """What strided layers do under a configuration: 'window', 'centred' or 'cells'."""
-    found = config or _global or {}
+    found = config or _global
+    if not found:
+        if _modes["kmap"] == KMAP_MODES[0]:
+            return "window"
+        found = {}
     kmap = _checked(found.get("kmap_mode", get_kmap_mode()), KMAP_MODES, "kmap_mode")
     mode = found.get("downsample_mode", get_downsample_mode())
     if kmap == KMAP_MODES[0]:

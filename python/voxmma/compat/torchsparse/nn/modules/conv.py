@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from voxmma.compat.kernels import KernelConv
-from voxmma.compat.torchsparse.nn.functional.conv import effective_dilation, kernel_inside, run
+from voxmma.compat.torchsparse import options
+from voxmma.compat.torchsparse.nn.functional.conv import (
+    effective_dilation,
+    kernel_inside,
+    run,
+    shape_of,
+)
+from voxmma.compat.torchsparse.nn.functional.conv_config import rule
 from voxmma.compat.torchsparse.tensor import SparseTensor
 from voxmma.compat.torchsparse.utils.utils import make_triple
 
@@ -64,10 +71,9 @@ class Conv3d(KernelConv):
 
     def forward(self, input: SparseTensor) -> SparseTensor:  # type: ignore[override]
         """(N, C_in) to (M, C_out)."""
-        sizes = self._sizes
-        return run(
-            self.config, input, self.weight, self.bias, *sizes, self._padding, self._config, self._generative
-        )
+        shape = shape_of(*self._sizes, self._padding, rule(self._config), options.version)
+        kernel = kernel_inside(self.kernel, shape.size)
+        return run(self.config, input, kernel, self.bias, shape, self._generative)
 
     def extra_repr(self) -> str:
         size, stride, dilation = self._sizes

@@ -62,6 +62,7 @@ def _status(like: Tensor) -> Tensor:
 def _index(coords: Tensor, count: Tensor, bounds: list[int]) -> tuple[Tensor, ...]:
     status = _status(coords)
     made = sized.index_sized(coords, count, tuple(bounds), status)
+    assert made.inner is not None
     return made.inner, *made.index, status
 
 
@@ -82,6 +83,7 @@ def _sites(
     x, y, z = shape or (0, 0, 0)
     key = Derived(_geometry(geometry), to_children, (x, y, z) if shape else None)
     made = sized.derive_sized(source, key, capacity, status)
+    assert made.inner is not None
     return made.coords, made.count, made.inner, *made.index, status
 
 

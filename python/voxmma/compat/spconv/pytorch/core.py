@@ -439,7 +439,7 @@ def scatter_nd(indices: torch.Tensor, updates: torch.Tensor, shape: Sequence[int
     return updates.new_zeros(tuple(shape)).index_put(tuple(indices.long().unbind(1)), updates)
 
 
-# ---- pytree: policies, data loaders and DDP see the two tensors ----------------------------------------------
+# ---- pytree: policies, data loaders and DDP see the two tensors --------------------------------------------
 
 
 def _flatten(x: SparseConvTensor) -> tuple[list[Any], SparseConvTensor]:

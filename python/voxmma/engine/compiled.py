@@ -606,6 +606,8 @@ class Result:
                 factor = self._lacking(number, values)
                 if factor:
                     rooms[number] = factor
+            elif report.kind == "points" and values[0] >= 0:
+                raise ValueError(f"points row {values[0]} is not finite, or of a sample that is not there")
             elif report.kind == "dense" and values[0] >= 0:
                 raise ValueError(
                     f"a voxel of level {number} (row {values[0]}) lies outside of the dense grid"
@@ -896,10 +898,7 @@ def _record(
             out = model(*pytree.tree_unflatten(filled, spec))
     flat, form = pytree.tree_flatten(out, is_leaf=_is_voxels)
     outputs = [recorder.output(leaf) for leaf in flat]
-    counts = [
-        recorder.place(next(s.count for s in recorder.sets if s.level == n))
-        for n in range(len(recorder.levels))
-    ]
+    counts = [recorder.place(recorder.count(number)) for number in range(len(recorder.levels))]
     return Program(
         recorder.levels, recorder.plans, inputs, recorder.steps, recorder.consts, counts, recorder.reports,
         outputs, form,

@@ -25,6 +25,7 @@ _SCHEMAS = (
     f" -> ({_SET.format('')}, Tensor status)",
     f"sized_map({_SET.format('in_')}, {_SET.format('out_')}, int[] geometry, bool reverse, float room)"
     " -> (Tensor[] map, Tensor status)",
+    f"sized_lookup(Tensor query, {_SET.format('')}) -> Tensor rows",
     "sized_rows(Tensor x, Tensor count) -> Tensor",
     "sized_tree(Tensor coords, Tensor count, int samples) -> Tensor[]",
     "sized_counts(Tensor coords, Tensor count, int samples) -> Tensor",
@@ -115,6 +116,13 @@ def _map(
     return sized.plan_sized(inputs, outputs, rule, reverse, capacity, status), status
 
 
+def _lookup(
+    query: Tensor, coords: Tensor, count: Tensor, inner: Tensor, first: Tensor, second: Tensor
+) -> Tensor:
+    """Rows (M,) int64 of a query (M, 4), -1 where the set has none."""
+    return sized.lookup_sized(SizedSet(coords, count, inner, (first, second), _ANYWHERE), query)
+
+
 # ---- rows --------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +191,7 @@ for _name, _function in (
     ("sized_index", _index),
     ("sized_sites", _sites),
     ("sized_map", _map),
+    ("sized_lookup", _lookup),
     ("sized_rows", _rows),
     ("sized_tree", _tree),
     ("sized_counts", _counts),

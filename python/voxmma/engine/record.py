@@ -97,7 +97,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """Where a status comes from: kind 'index', 'sites', 'map', 'dense' or 'finite', of a level or a map."""
+    """Where a status comes from: 'index', 'sites', 'map', 'dense', 'points', 'finite'; of a level or map."""
 
     kind: str
     number: int
@@ -476,11 +476,15 @@ class Recorder(TorchDispatchMode):
         """Whether the program makes or is given a tensor."""
         return isinstance(self._numbers.get(tensor), Ref)
 
-    def _level(self, tensor: Tensor, dim: int = 0) -> int:
-        for number, level in enumerate(self.levels):
-            if tensor.dim() > dim and tensor.shape[dim] == level.marker:
-                return number
-        return -1
+    def level_of(self, tensor: Tensor) -> int:
+        """The level whose rows a tensor's first dimension is, -1 for none."""
+        if 0 not in self._rows(tensor):
+            return -1
+        return next(n for n, level in enumerate(self.levels) if level.marker == tensor.shape[0])
+
+    def count(self, level: int) -> Tensor:
+        """How many rows it has: (1,) int64."""
+        return next(made.count for made in self.sets if made.level == level)
 
     # ---- operators
 
@@ -510,8 +514,7 @@ class Recorder(TorchDispatchMode):
     def _zeroed(self, tensor: Tensor) -> Tensor:
         if 0 not in self._rows(tensor):
             return tensor
-        level = self._level(tensor)
-        count = next(made.count for made in self.sets if made.level == level)
+        count = self.count(self.level_of(tensor))
         func = torch.ops.voxmma.sized_rows.default
         out: Tensor = func(tensor, count)
         self._write(func, (tensor, count), {}, out)
@@ -572,7 +575,7 @@ class Recorder(TorchDispatchMode):
             dims = self._rows(leaf)
             if dims not in ([], [0]):
                 raise EngineError("the network returns a tensor whose rows are not its first dimension")
-            return TensorOut(self._level(leaf) if dims else -1, self.place(leaf))
+            return TensorOut(self.level_of(leaf), self.place(leaf))
         if isinstance(leaf, CoordSet):
             raise EngineError("the network returns a coordinate set: return voxels on it")
         return leaf
@@ -625,6 +628,6 @@ def _joined(func: Any, name: str | int, a: Any, b: Any, first: Recorder, second:
         for number, (one, other) in enumerate(zip(first.levels, second.levels, strict=True)):
             if (a, b) == (one.marker, other.marker):
                 return Capacity(number)
-    if a != b:
+    if a != b and not a != a:  # NaN is no number of rows
         raise rules.refuse(func, f"its argument {a!r} depends on the number of rows")
     return a

@@ -507,6 +507,8 @@ def _positive(x: voxmma.Voxels) -> torch.Tensor:
         (lambda x: x.feats.t() @ x.feats, r"aten.mm: it sums over the rows"),
         (lambda x: x.feats.cumsum(0), r"aten.cumsum: it goes over the rows"),
         (lambda x: x.feats[:3], r"aten.slice: it goes over the rows"),
+        (lambda x: x.feats[torch.tensor([0, 1], device=x.device)], r"aten.index: it picks rows by number"),
+        (lambda x: x.feats[0], r"aten.select: it goes over the rows"),
         (lambda x: x.feats.flatten(), r"aten.*: it mixes the rows"),
         (lambda x: x.feats.flip(0), r"aten.flip: it goes over the rows"),
         (lambda x: x.feats[_positive(x)], r"a boolean mask|aten.index"),

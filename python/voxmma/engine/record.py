@@ -502,6 +502,11 @@ class Recorder(TorchDispatchMode):
     def _masked(self, func: Any, args: Any) -> Any:
         """The arguments, with zeros behind the rows where what stands there might do harm."""
         name, rows = rules.name_of(func), self._rows
+        if name in ("index", "index_select", "gather"):
+            picks = enumerate(args[1]) if name == "index" else [(args[1] % args[0].dim(), args[2])]
+            for dim, picked in picks:
+                if dim in rows(args[0]) and isinstance(picked, Tensor) and not self._made(picked):
+                    raise rules.refuse(func, "it picks rows by number, and a frame may have fewer")
         if name in ("index_select", "embedding", "gather"):
             place = 1 if name == "embedding" else 2
             return (*args[:place], self._zeroed(args[place]), *args[place + 1 :])

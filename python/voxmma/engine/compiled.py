@@ -874,7 +874,7 @@ def _record(
         for leaf, one in zip(leaves, given, strict=True):
             if not one.sparse:
                 tensor = leaf.detach().clone()
-                inputs.append(recorder.give(tensor))
+                inputs.append(recorder.input(tensor))
                 filled.append(tensor)
                 continue
             coords, feats = leaf.coords, leaf.feats
@@ -885,7 +885,7 @@ def _record(
             buffers = (coords.new_zeros((rows, 4)), feats.new_zeros((rows, *one.shape)))
             buffers[0][: len(coords)], buffers[1][: len(feats)] = coords, feats.detach()
             count = torch.full((1,), len(coords), dtype=torch.int64, device=coords.device)
-            inputs += [recorder.give(t) for t in (*buffers, count)]
+            inputs += [recorder.input(t) for t in (*buffers, count)]
             with recorder:
                 *index, status = torch.ops.voxmma.sized_index(buffers[0], count, list(bounds[one.root]))
                 recorder.report("index", level, status)

@@ -411,6 +411,8 @@ class Recorder(TorchDispatchMode):
         self.consts: list[Tensor] = []
         self._numbers = WeakTensorKeyDictionary()
         self.dtypes: dict[int, torch.dtype] = {}
+        self.moving: set[int] = set()
+        """numbers of the tensors that depend on the frame"""
         self._count = 0
 
     # ---- levels and maps
@@ -447,8 +449,14 @@ class Recorder(TorchDispatchMode):
 
     # ---- tensors
 
+    def input(self, tensor: Tensor) -> Ref:
+        """A tensor that the program is given."""
+        ref = self.give(tensor)
+        self.moving.add(ref.number)
+        return ref
+
     def give(self, tensor: Tensor) -> Ref:
-        """A tensor that the program is given or makes."""
+        """A tensor that the program makes."""
         ref = Ref(self._count)
         self._count += 1
         self._numbers[tensor] = ref
@@ -471,6 +479,11 @@ class Recorder(TorchDispatchMode):
         """Dimensions whose size is a capacity."""
         markers = {level.marker for level in self.levels}
         return [dim for dim, size in enumerate(tensor.shape) if size in markers]
+
+    def _moves(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on the frame."""
+        found = self._numbers.get(tensor)
+        return isinstance(found, Ref) and found.number in self.moving
 
     def _made(self, tensor: Tensor) -> bool:
         """Whether the program makes or is given a tensor."""
@@ -505,7 +518,7 @@ class Recorder(TorchDispatchMode):
         if name in ("index", "index_select", "gather"):
             picks = enumerate(args[1]) if name == "index" else [(args[1] % args[0].dim(), args[2])]
             for dim, picked in picks:
-                if dim in rows(args[0]) and isinstance(picked, Tensor) and not self._made(picked):
+                if dim in rows(args[0]) and isinstance(picked, Tensor) and not self._moves(picked):
                     raise rules.refuse(func, "it picks rows by number, and a frame may have fewer")
         if name in ("index_select", "embedding", "gather"):
             place = 1 if name == "embedding" else 2
@@ -541,6 +554,8 @@ class Recorder(TorchDispatchMode):
             else:
                 numbers.append(self.give(leaf).number)
         self.steps.append(Step(func, *given, tuple(numbers)))
+        if not self.moving.isdisjoint(_numbers(self.steps[-1], Ref)):
+            self.moving.update(number for number in numbers if number is not None)
 
     def _check_write(self, func: Any, argument: Any, value: Any) -> None:
         alias = argument.alias_info

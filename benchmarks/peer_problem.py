@@ -154,7 +154,7 @@ class Data:
 
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
             made = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(scale)
-            return formats.quantise(made, "tf32") if layer.dtype == "tf32" else made.to(dtype)
+            return formats.round_tf32(made) if layer.dtype == "tf32" else made.to(dtype)
 
         word = torch.finfo(dtype).bits // 8
         self.sets = input_sets(device, (n_in * layer.c_in + n_out * layer.c_out) * word)

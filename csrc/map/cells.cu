@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = int64_t{blockIdx.x} * kThreads + t; i < capacity; i += int64_t{gridDim.x} * kThreads) {
     table[i] = make_uint4(~0u, kNoBrick, ~0u, ~0u);
   }
-  if (sized.bounds != nullptr) {
+  if (sized.made != nullptr) {
     const bool fits = cells.stats->count <= sized.room;
     if (blockIdx.x == 0 && t == 0) {
       *sized.found = *cells.stats;

@@ -146,8 +146,9 @@ __device__ __forceinline__ void reach(const int* from, const Rule& rule, int* to
       low = -divide(span - axis.padding - first);
       high = divide(last + axis.padding);
     }
-    low = min(max(low, int64_t{-kCoordBias}), int64_t{kCoordBias - 1});
-    high = max(min(high, int64_t{kCoordBias - 1}), low);
+    const int64_t begin = axis.end == 0 ? -kCoordBias : 0, end = axis.end == 0 ? kCoordBias - 1 : axis.end - 1;
+    low = min(max(low, begin), end);
+    high = max(min(high, end), low);
     to[1 + a] = static_cast<int>(from[0] > from[4] ? INT_MAX : low);
     to[5 + a] = static_cast<int>(from[0] > from[4] ? INT_MIN : high);
   }
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool sized = rows.count != nullptr;
   const int64_t candidates = rows.number() * candidates_of(rule);
-  if (sized && blockIdx.x == 0 && threadIdx.x == 0) reach(row_bounds, rule, bounds);
+  if (row_bounds != nullptr && blockIdx.x == 0 && threadIdx.x == 0) reach(row_bounds, rule, bounds);
   bool outside = false;
   for (int64_t begin = int64_t(blockIdx.x) * kThreads; begin < candidates; begin += int64_t(gridDim.x) * kThreads) {
     const uint32_t i = static_cast<uint32_t>(begin) + threadIdx.x;

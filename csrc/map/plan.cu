@@ -485,6 +485,17 @@ __device__ __forceinline__ int64_t bump(int64_t* counter, int64_t amount) {
       atomicAdd(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(amount)));
 }
 
+// Tiles that have rows.
+__device__ __forceinline__ int tiles_in_use(const Rows& rows) {
+  return static_cast<int>((rows.number() + kTileM - 1) / kTileM);
+}
+
+// Place of a tile in the Morton order of the schedule, which follows the balanced one.
+__device__ __forceinline__ ScheduledTile& in_order(const PlanArgs& args, int tile) {
+  const int tiles = args.compact ? tiles_in_use({args.n_out, args.out_count}) : static_cast<int>(gridDim.x);
+  return args.schedule[tiles + tile];
+}
+
 // Makes a tile one without rows or neighbours, with the passes that all such tiles share. By the whole block.
 __device__ __forceinline__ void empty_tile(const PlanArgs& args, int tile, int volume) {
   const int t = threadIdx.x;
@@ -492,10 +503,7 @@ __device__ __forceinline__ void empty_tile(const PlanArgs& args, int tile, int v
   auto* local = reinterpret_cast<int4*>(args.local + int64_t{tile} * volume * kTileM);
   constexpr int kNone2 = kMissing << 16 | kMissing;
   for (int i = t; i < volume * kTileM / 8; i += kThreads) local[i] = make_int4(kNone2, kNone2, kNone2, kNone2);
-  if (t == 0) {
-    args.schedule[gridDim.x + tile] =
-        ScheduledTile{tile, static_cast<int>(args.pass_capacity), empty_passes(volume), 0};
-  }
+  if (t == 0) in_order(args, tile) = ScheduledTile{tile, static_cast<int>(args.pass_capacity), empty_passes(volume), 0};
 }
 
 // Writes the passes of empty tiles. By the whole block.
@@ -788,7 +796,7 @@ struct Tile {
     if (t == 0) {
       b.first_pass = bump(&args.stats->passes, passes);
       bump(&args.stats->pairs, b.pairs);
-      args.schedule[gridDim.x + tile] = ScheduledTile{tile, static_cast<int>(b.first_pass), passes, b.cost};
+      in_order(args, tile) = ScheduledTile{tile, static_cast<int>(b.first_pass), passes, b.cost};
     }
     bool room = true;
     for (int i = t; i < passes; i += kThreads) {
@@ -815,7 +823,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
   if (p.args.out_count != nullptr && tile == 0) share_passes(p.args, volume);
   const int64_t rows = Rows{p.args.n_out, p.args.out_count}.number() - int64_t{tile} * kTileM;
   if (rows <= 0) {
-    empty_tile(p.args, tile, volume);
+    if (!p.args.compact) empty_tile(p.args, tile, volume);
     return;
   }
   if (threadIdx.x == 0) block.rows = static_cast<int>(min(rows, int64_t{kTileM}));
@@ -840,24 +848,25 @@ __host__ __device__ __forceinline__ int window_of(int tiles, int sm_count) {
 }
 
 // Puts each tile where it belongs in its window: behind those that cost more, and those before it that cost as much. A
-// block places 32 tiles of a window, its warps share out the tiles to compare with.
+// block places 32 tiles of a window, its warps share out the tiles to compare with. `tiles` 0: those in use.
 __global__ void __launch_bounds__(kThreads)
-    rank_tiles(ScheduledTile* schedule, int count, const Rows rows, int sm_count) {
+    rank_tiles(ScheduledTile* schedule, int tiles, const Rows rows, int sm_count) {
   __shared__ int rank[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const ScheduledTile* tiles = schedule + count;
-  const int used = static_cast<int>((rows.number() + kTileM - 1) / kTileM), window = window_of(used, sm_count);
+  const int used = tiles_in_use(rows), count = tiles == 0 ? used : tiles, window = window_of(used, sm_count);
+  const ScheduledTile* ordered = schedule + count;
   // Empty tiles stay where they are.
-  for (int i = used + blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) schedule[i] = tiles[i];
+  for (int i = used + blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads)
+    schedule[i] = ordered[i];
   const int blocks = (window + 31) / 32, begin = static_cast<int>(blockIdx.x) / max(blocks, 1) * window;
   const int end = min(begin + window, used), tile = begin + static_cast<int>(blockIdx.x) % max(blocks, 1) * 32 + lane;
   if (begin >= end) return;
   if (warp == 0) rank[lane] = begin;
   __syncthreads();
-  const ScheduledTile mine = tile < end ? tiles[tile] : ScheduledTile{};
+  const ScheduledTile mine = tile < end ? ordered[tile] : ScheduledTile{};
   int ahead = 0;
 #pragma unroll 8
-  for (int i = begin + warp; i < end; i += kWarps) ahead += __ldg(&tiles[i].cost) + (i < tile) > mine.cost;
+  for (int i = begin + warp; i < end; i += kWarps) ahead += __ldg(&ordered[i].cost) + (i < tile) > mine.cost;
   atomicAdd(&rank[lane], ahead);
   __syncthreads();
   if (warp == 0 && tile < end) schedule[rank[lane]] = mine;
@@ -972,8 +981,9 @@ cudaError_t build_plan(const PlanArgs& args, cudaStream_t stream) {
   };
   int64_t blocks = blocks_of(tiles);
   if (args.out_count != nullptr) blocks = std::max(blocks, blocks_of(std::min<int64_t>(tiles, 4 * args.sm_count)));
-  rank_tiles<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args.schedule, static_cast<int>(tiles),
-                                                                     Rows{args.n_out, args.out_count}, args.sm_count);
+  const Rows rows{args.n_out, args.out_count};
+  rank_tiles<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+      args.schedule, args.compact ? 0 : static_cast<int>(tiles), rows, args.sm_count);
   return cudaGetLastError();
 }
 

@@ -72,7 +72,7 @@ def index_sized(
 def derive_sized(
     coords: Tensor,
     count: Tensor,
-    inner: Tensor,
+    inner: Tensor | None,
     size: Sequence[int],
     stride: Sequence[int],
     dilation: Sequence[int],
@@ -82,13 +82,14 @@ def derive_sized(
     bounds: Sequence[int],
     capacity: int,
     status: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """`derive_coords` of the first `count` rows: coordinates (capacity, 4), count (1,), inner, order, bricks.
 
-    inner: of the rows; returned, of the sites (voxmma.sparse.derive.reach). bounds: what that may be. status
-    becomes [sites, not 0 if one was outside bounds or the packable range, unused, unused]. Where there are
-    more sites than capacity, count is 0; the number of sites is then exact if bounds hold at most 2^27 cells,
-    with the extent of every axis rounded up to a power of two, else some number above the capacity.
+    inner: of the rows; returned, of the sites (voxmma.sparse.derive.reach). bounds: what that may be; where
+    inner is None, what it is. status becomes [sites, not 0 if one was outside bounds or the packable range,
+    unused, unused]. Where there are more sites than capacity, count is 0; the number of sites is then exact
+    if bounds hold at most 2^27 cells, with the extent of every axis rounded up to a power of two, else some
+    number above the capacity.
     """
 
 def plan_room(
@@ -116,12 +117,14 @@ def plan_sized(
     pass_capacity: int,
     uniq4_capacity: int,
     status: Tensor,
+    compact: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`build_plan` of the first `out_count` outputs: order, schedule, passes, frag, uniq, local.
 
     There are ceil(capacity / 256) tiles. Those without rows are empty: order -1, local kMissing, cost 0, and
     passes without unique rows, which they share, behind pass_capacity others. So is a tile that finds no
     room. status becomes what is needed: [units of 4 entries of uniq, passes, pairs, unused].
+    compact: only tiles that have rows are on the schedule, (2, tiles, 4) at the beginning of its memory.
     """
 
 class StreamEvent:

@@ -350,7 +350,7 @@ def test_every_process_draws_the_same_operands() -> None:
     first, second = (Data(problem, layer) for _ in range(2))
     assert torch.equal(first.w, second.w) and torch.equal(first.dy[1], second.dy[1])
     assert not torch.equal(first.x[0], first.x[1]) and len(first.x) == first.sets >= 2
-    assert torch.equal(voxmma.ops.formats.quantise(first.w, "tf32"), first.w)
+    assert torch.equal(voxmma.ops.formats.round_tf32(first.w), first.w)
 
 
 def test_a_process_tells_errors_of_a_unit_and_goes_on(

@@ -49,9 +49,7 @@ class Case:
         self.x, self.w, self.dy = (
             draw(shape, dtype, generator, device) for draw, shape in zip(draws, shapes, strict=True)
         )
-        read = (
-            formats.quantise(t, "tf32") if tile.scheme == "tf32" else t for t in (self.x, self.w, self.dy)
-        )
+        read = (formats.round_tf32(t) if tile.scheme == "tf32" else t for t in (self.x, self.w, self.dy))
         x, w, dy = read
         pairs = kmap.pairs()
         if op == "fprop":

@@ -122,7 +122,7 @@ CASES = pytest.mark.parametrize("shape", list(SHAPES))
 def operands(tile: str, dtype: torch.dtype, *given: Tensor) -> list[Tensor]:
     """fp64 of what the tile reads."""
     read = [t.to(dtype) for t in given]
-    return [(formats.quantise(t, "tf32") if tile.endswith("_tf32") else t).double() for t in read]
+    return [(formats.round_tf32(t) if tile.endswith("_tf32") else t).double() for t in read]
 
 
 def agree(got: Tensor, want: Tensor, what: object, classes: bool = True) -> None:

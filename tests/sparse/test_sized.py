@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -89,7 +90,7 @@ def check_set(made: SizedSet, coords: CoordSet) -> None:
     n = coords.num
     assert made.count.tolist() == [n]
     assert torch.equal(made.coords[:n], coords.coords)
-    if n:
+    if n and made.inner is not None:
         assert tuple(made.inner.tolist()) == coords.bounds
     if coords.device.type == "cuda":
         assert torch.equal(made.index[0][:n], coords.hash_index().order)
@@ -175,13 +176,13 @@ def test_output_sets_and_maps_are_those_of_the_rows(
 ) -> None:
     geometry, to_children = GEOMETRIES[kind]
     coords = case(name)
-    for more in (0, 700):
+    for more, shape in ((0, None), (700, None), (40, (20, 9, 130))):
         exact = CoordSet(coords.to(device), 4)
-        find = derive.children if to_children else derive.windows
-        expected = find(exact, geometry)
+        expected = derive.Derived(geometry, to_children, shape).make(exact)
         source = sized_set(coords, len(coords) + more, device, bounds)
         status, read = status_of(device)
-        made = derive_sized(source, derive.Derived(geometry, to_children, None), expected.num + more, status)
+        key = derive.Derived(geometry, to_children, shape)
+        made = derive_sized(source, key, expected.num + more, status)
         assert read()[:2] == [expected.num, 0]
         check_set(made, expected)
         fine, coarse = (
@@ -454,6 +455,40 @@ def test_a_set_without_room_is_empty_and_tells_its_need(
     assert (read()[2] == 0) == bool(short)
     if short and device.type == "cuda":
         assert bool((tensors[0] == -1).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_compact_schedules_have_the_tiles_that_have_rows(name: str) -> None:
+    device = torch.device("cuda", 0)
+    coords = case(name)
+    exact = CoordSet(coords.to(device), 4)
+    made = sized_set(coords, len(coords) + 3000, device)
+    n = len(made.coords)
+    room = plan_room(SAME, False, n, n)[2:]
+    order, schedule, passes, frag, uniq, local, _ = plan_sized(
+        made, made, SAME, False, room, status_of(device)[0], compact=True
+    )
+    tiles = -(-len(coords) // TILE)
+    cut = schedule.view(-1)[: 8 * tiles].view(2, tiles, 4)
+    size = torch.empty((0, len(coords), len(coords)), dtype=torch.int32, device=device)
+    tensors = [order[: tiles * TILE], cut, passes, frag, uniq, local[:tiles], size]
+    check_map(tensors, eager_map(exact, exact, SAME, False), len(coords))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "empty"])
+def test_bounds_may_be_known_to_the_host(device: torch.device, name: str) -> None:
+    coords = case(name)
+    exact = CoordSet(coords.to(device), 4)
+    source = sized_set(coords, len(coords), device)
+    for geometry, to_children in GEOMETRIES.values():
+        known = dataclasses.replace(source, inner=None, bounds=exact.bounds)
+        expected = (derive.children if to_children else derive.windows)(exact, geometry)
+        made = derive_sized(
+            known, derive.Derived(geometry, to_children, None), expected.num + 9, status_of(device)[0]
+        )
+        assert made.inner is None and made.bounds == expected.bounds
+        check_set(made, expected)
 
 
 @pytest.mark.gpu

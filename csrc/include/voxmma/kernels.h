@@ -257,8 +257,8 @@ cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t);
 // Where the device knows the `bounds`, smallest and largest coordinates, `box` is one that theirs is not larger than.
 cudaError_t count_cells(const CoordBox& box, const int* bounds, void* workspace, cudaStream_t);
 // (count, 4) coordinates sorted by (batch, x, y, z), row of each rank in Morton order, and the hash table of bricks.
-// `bounds` not null: the host does not know how many cells there are, and `count` is the room for them. found->count tells
-// how many there were, *made how many are there: all, or none where there is not room for all.
+// `made` not null: the host does not know how many cells there are, and `count` is the room for them. found->count tells how
+// many there were, *made how many are there: all, or none where there is not room for all.
 cudaError_t index_cells(const CoordBox& box, const int* bounds, void* workspace, int64_t count, int* coords, int* order,
                         Brick* table, int64_t capacity, CellStats* found, int64_t* made, cudaStream_t);
 
@@ -290,7 +290,7 @@ struct ExpandArgs {
   int shape[3];  // sites outside of [0, shape) are none; 0: no border
   CoordBox box;  // around all packable sites
   // Number of all rows, of which this piece's first one is row `begin`; bounds of the rows, smallest and largest, and
-  // those of the sites, to be written.
+  // those of the sites, to be written, where the device knows them better than `box`.
   const int64_t* count;
   int64_t begin;
   const int* row_bounds;
@@ -345,6 +345,7 @@ struct PlanArgs {
   int* uniq;
   uint16_t* local;
   int64_t pass_capacity, uniq4_capacity;
+  bool compact;  // with an out_count: the schedule is [2][tiles that have rows], the others are on none
   PlanStats* stats;
   int sm_count;  // of the device: the windows of the schedule fit it
 };

@@ -278,23 +278,22 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> derive_sized_cuda(const Tensor& coords, const Tensor& count,
-                                                                     const Tensor& inner, const Ints& size,
+                                                                     const OptTensor& inner, const Ints& size,
                                                                      const Ints& stride, const Ints& dilation,
                                                                      const Ints& padding, bool to_children,
                                                                      const Ints& shape, const Ints& bounds,
-                                                                     int64_t capacity,
-                                                                     const Tensor& status) {
+                                                                     int64_t capacity, const Tensor& status) {
   check_ints("coords", coords, at::kInt, 4, coords);
   ExpandArgs args = expand_args(size, stride, dilation, padding, to_children, shape, bounds);
   args.count = sized_count("count", count, coords);
-  args.row_bounds = inner_bounds(inner, coords);
+  if (inner.has_value()) args.row_bounds = inner_bounds(*inner, coords);
   args.box = cell_box(args.box);
   auto* const found = reinterpret_cast<CellStats*>(sized_status(status, coords));
   TORCH_CHECK_VALUE(capacity >= 0 && capacity <= INT_MAX, "capacity must be in 0..", INT_MAX, ", got ", capacity);
   const NormalTensors normal;
   const Launch on(coords.device());
-  const Tensor made = on.empty({1}, at::kLong), outer = on.empty({8}, at::kInt);
-  args.bounds = data<int>(outer);
+  const Tensor made = on.empty({1}, at::kLong), outer = inner.has_value() ? on.empty({8}, at::kInt) : Tensor();
+  if (inner.has_value()) args.bounds = data<int>(outer);
   constexpr int64_t kPiece = 1 << 30;  // candidates of a launch
   const int64_t rows = rows_at_a_time(args, kPiece);
   const size_t bytes = cell_workspace(args.box);
@@ -486,7 +485,7 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_sized_cuda(
     const Tensor& out_coords, const Tensor& out_count, const Tensor& out_order, const Tensor& bricks,
     const Tensor& in_order, const Ints& size, const Ints& start, const Ints& step, const Ints& mul, const Ints& div,
-    int64_t pass_capacity, int64_t uniq4_capacity, const Tensor& status) {
+    int64_t pass_capacity, int64_t uniq4_capacity, const Tensor& status, bool compact) {
   PlanArgs args{};
   copy_sets(out_coords, out_order, bricks, in_order, args);
   copy_rule(size, start, step, mul, div, args);
@@ -500,6 +499,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_sized_cuda(
   const auto [order, schedule, local] = TileTensors(on, args);
   args.pass_capacity = pass_capacity;
   args.uniq4_capacity = uniq4_capacity;
+  args.compact = compact;
   const int64_t most = pass_capacity + empty_passes(static_cast<int>(volume_of(args)));
   Parts sized;
   const int64_t passes_at = sized.add(most * 4), frag_at = sized.add(most * kFrags);
@@ -548,7 +548,7 @@ void bind_coords(py::module_& m) {
   m.def("plan_sized", torch::wrap_pybind_function_no_gil(plan_sized_cuda), py::arg("out_coords"), py::arg("out_count"),
         py::arg("out_order"), py::arg("bricks"), py::arg("in_order"), py::arg("size"), py::arg("start"),
         py::arg("step"), py::arg("mul"), py::arg("div"), py::arg("pass_capacity"), py::arg("uniq4_capacity"),
-        py::arg("status"));
+        py::arg("status"), py::arg("compact") = false);
   m.def("plan_to_table", torch::wrap_pybind_function_no_gil(plan_to_table_cuda), py::arg("plan"), py::arg("n_out"));
 }
 

@@ -29,6 +29,7 @@ from voxmma.dispatch.observers import observe, observed
 from voxmma.dispatch.record import Record
 from voxmma.dispatch.selection import Plan, asks_gate, plan_call, rescaled
 from voxmma.ops.kernels import accumulator_label, parse_accumulator
+from voxmma.sparse.ahead import meet
 from voxmma.sparse.cached import Made, keep
 from voxmma.sparse.coords import _KEPT, CoordSet
 from voxmma.sparse.maps import Geometry, KernelMap, MapCore, finer_set, traceable
@@ -71,6 +72,8 @@ def call(
     _check_operands(x, weight, bias, config.volume, config.groups)
     if x._coord_set.repeated is not None:
         key, x = None, x.sites()
+    if kernel_map is None and not torch.compiler.is_compiling():
+        meet(x._coord_set, weight)
     mapping, out, stride = resolve_map(x, config, coords, kernel_map)
     if config.transposed and mapping.symmetric:
         key = None

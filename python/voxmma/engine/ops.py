@@ -13,6 +13,7 @@ from torch import Tensor
 
 from voxmma.sparse import segments, sized
 from voxmma.sparse.derive import Derived
+from voxmma.sparse.interpolate import weighted
 from voxmma.sparse.maps import Geometry
 from voxmma.sparse.sized import SizedSet
 
@@ -27,6 +28,7 @@ _SCHEMAS = (
     " -> (Tensor[] map, Tensor status)",
     f"sized_lookup(Tensor query, {_SET.format('')}) -> Tensor rows",
     "sized_rows(Tensor x, Tensor count) -> Tensor",
+    "sized_weighted(Tensor x, Tensor rows, Tensor weights) -> Tensor",
     "sized_tree(Tensor coords, Tensor count, int samples) -> Tensor[]",
     "sized_counts(Tensor coords, Tensor count, int samples) -> Tensor",
     "sized_dense(Tensor x, Tensor coords, Tensor count, int samples, int[] shape, int[] origin)"
@@ -63,6 +65,7 @@ def _status(like: Tensor) -> Tensor:
 def _index(coords: Tensor, count: Tensor, bounds: list[int]) -> tuple[Tensor, ...]:
     status = _status(coords)
     made = sized.index_sized(coords, count, tuple(bounds), status)
+    assert made.inner is not None
     return made.inner, *made.index, status
 
 
@@ -83,6 +86,7 @@ def _sites(
     x, y, z = shape or (0, 0, 0)
     key = Derived(_geometry(geometry), to_children, (x, y, z) if shape else None)
     made = sized.derive_sized(source, key, capacity, status)
+    assert made.inner is not None
     return made.coords, made.count, made.inner, *made.index, status
 
 
@@ -193,6 +197,7 @@ for _name, _function in (
     ("sized_map", _map),
     ("sized_lookup", _lookup),
     ("sized_rows", _rows),
+    ("sized_weighted", weighted),
     ("sized_tree", _tree),
     ("sized_counts", _counts),
     ("sized_dense", _dense),

@@ -104,6 +104,11 @@ class NetworkSet(CoordSet):
         made: Tensor = _OPS.sized_lookup(coords, *self.parts)
         return made
 
+    def weighted(self, feats: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+        """voxmma.sparse.interpolate.weighted."""
+        made: Tensor = _OPS.sized_weighted(feats, rows, weights)
+        return made
+
     def check_points(self, points: Tensor) -> None:
         """Has the first row that is not finite reported; of points that are a level's rows, among those."""
         number = self.recorder.level_of(points)

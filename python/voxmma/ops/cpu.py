@@ -30,7 +30,7 @@ from torch import Tensor
 
 from voxmma import torchflags
 from voxmma._extension import _C
-from voxmma.ops.formats import quantise
+from voxmma.ops.formats import round_tf32
 
 __all__: list[str] = []
 
@@ -106,9 +106,9 @@ def _sums(
     compute = _compute_type(x)
     features = x.to(compute)
     # Rounded to x's type first, as the GPU does, then exact in the compute type.
-    weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:]).contiguous()
+    weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:])
     if tile == "cpu_tf32":
-        features, weights = quantise(features, "tf32"), quantise(weights, "tf32")
+        features, weights = round_tf32(features), round_tf32(weights)
     if transpose:
         weights = weights.transpose(2, 3)
     y = torch.zeros((n_out, groups * c_out), dtype=compute, device=x.device)
@@ -237,7 +237,7 @@ def _conv_wgrad_cpu(
     compute = _compute_type(x)  # fp32 at least, whatever `accumulator` says
     features, grads = x.to(compute), dy.to(compute)
     if tile == "cpu_tf32":
-        features, grads = quantise(features, "tf32"), quantise(grads, "tf32")
+        features, grads = round_tf32(features), round_tf32(grads)
     dw = torch.zeros((kernel_volume, groups, c_in, c_out), dtype=compute, device=x.device)
     for k in range(kernel_volume):
         begin, end = start[k], start[k + 1]

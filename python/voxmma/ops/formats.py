@@ -66,17 +66,6 @@ def round_tf32(x: Tensor) -> Tensor:
     return torch.where(torch.isfinite(x), rounded, x)
 
 
-def quantise(t: Tensor, dtype: torch.dtype | str) -> Tensor:
-    """``t`` rounded to the nearest value of a format, as a tensor that the references take.
-
-    'tf32' rounds as `round_tf32` and stays fp32.
-    """
-    name = format_name(dtype)
-    if name == "tf32":
-        return round_tf32(t.float())
-    return t.to(DTYPES[name])
-
-
 def largest_finite(t: Tensor) -> Tensor:
     """The largest finite magnitude as a 0-d fp32 (of fp64: fp64) tensor; 0 where there is none."""
     if t.numel() == 0:

@@ -17,6 +17,7 @@ from voxmma.sparse.cached import Made, new_lock, refuse_capture
 
 if TYPE_CHECKING:
     from voxmma.dispatch.calls import Repeat
+    from voxmma.sparse.ahead import Place
     from voxmma.sparse.derive import Derived
     from voxmma.sparse.keyed import Keyed
     from voxmma.sparse.maps import Direction, Geometry, MapCore
@@ -196,6 +197,7 @@ class CoordSet:
         "levels",
         "maps",
         "own",
+        "place",
         "repeated",
         "spatial_shape",
         "traced",
@@ -210,6 +212,8 @@ class CoordSet:
     """kernel maps built last, by kernel shape; one to another set leaves with it. See voxmma.kernel_map"""
     own: dict[Geometry, MapCore]
     """maps from the set to itself: torch.compile guards on keys, and these hold no id"""
+    place: Place | None
+    """among the sets of a network; see voxmma.sparse.ahead"""
     traced: bool
     """whether all its maps are inputs of a graph; see voxmma.export.mapped"""
     calls: dict[tuple[Any, ...], Repeat]
@@ -267,6 +271,7 @@ class CoordSet:
         self.keyed = {}
         self.levels = None
         self.calls = {}
+        self.place = None
         self.repeated = None
         self._full: _Full | None = None
         self._finer: Finer | None = None
@@ -488,6 +493,10 @@ class CoordSet:
 
     def dense(self, feats: torch.Tensor, shape: Triple, origin: Triple) -> torch.Tensor:
         """Of a sized set: `Voxels.dense` of features on it."""
+        raise NotImplementedError
+
+    def weighted(self, feats: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Of a sized set: voxmma.sparse.interpolate.weighted."""
         raise NotImplementedError
 
     def check_points(self, points: torch.Tensor) -> None:

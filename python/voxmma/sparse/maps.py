@@ -35,6 +35,7 @@ from voxmma.sparse.coords import (
 from voxmma.sparse.derive import cells, cells_shape, check_count, children, windows
 
 if TYPE_CHECKING:
+    from voxmma.sparse.ahead import Wanted
     from voxmma.sparse.tensor import Voxels
 
 
@@ -82,6 +83,8 @@ class Direction:
         self.made = Made(tensors if stats is None else [*tensors, stats], "the tensors of a kernel map")
         self.counts: Made | None = None
         """KernelMap.counts, once asked for"""
+        self.wanted: Wanted | None = None
+        """why it was made before a layer asked for it"""
         self._num_pairs = num_pairs
         self._stats = stats
         self._lock = new_lock()
@@ -304,6 +307,8 @@ class KernelMap:
         direction = self._core.sides.get(self.reverse)
         if direction is None:
             direction = self._build()
+        elif direction.wanted is not None:
+            direction.wanted.taken = True
         direction.made.get()  # checked, and for this stream
         return direction
 
@@ -334,6 +339,8 @@ class KernelMap:
                         self.in_coords, self.out_coords, core.geometry, self.reverse, self.symmetric
                     )
             core.sides[self.reverse] = made
+            if self.in_coords.place is not None:
+                self.in_coords.place.mapped(self.out_coords.place, core, self.reverse, made)
             return made
 
     @property

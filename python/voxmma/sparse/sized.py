@@ -30,8 +30,9 @@ class SizedSet:
     """(capacity, 4) int32 rows (batch, x, y, z); those from `count` on mean nothing"""
     count: torch.Tensor
     """(1,) int64"""
-    inner: torch.Tensor
-    """(8,) int32: CoordSet.bounds of the rows. Of an empty set the smallest are above the largest"""
+    inner: torch.Tensor | None
+    """(8,) int32: CoordSet.bounds of the rows; None: `bounds` are. Of an empty set the smallest are above the
+    largest"""
     index: tuple[torch.Tensor, torch.Tensor]
     """GPU: order (capacity,), hash table (coords.HashIndex). CPU: packed keys (capacity,) int64, ascending,
     and the row of each; bad rows and those from `count` on have a key above all others"""
@@ -84,10 +85,11 @@ def derive_sized(source: SizedSet, made: Derived, capacity: int, status: torch.T
         )
         return SizedSet(coords, count, inner, (order, blocks), bounds)
     rows = source.coords[: _number(source.count, source.coords)]
-    keys, outside, inner = pack(rows), False, source.inner.clone()
+    keys, outside, inner = pack(rows), False, source.inner
     if len(rows):
         keys, outside = _distinct(_candidates(rows, made))
-        inner = inner.new_tensor(reach(tuple(inner.tolist()), *made))
+        if inner is not None:
+            inner = inner.new_tensor(reach(tuple(inner.tolist()), *made))
     sites = unpack(keys)
     _tell(status, len(keys), int(outside), 0, 0)
     number = len(keys) if len(keys) <= capacity else 0
@@ -117,6 +119,7 @@ def plan_sized(
     reverse: bool,
     room: tuple[int, int],
     status: torch.Tensor,
+    compact: bool = False,
 ) -> list[torch.Tensor]:
     """The tensors of a kernel map (maps.KernelMap) for as many rows as `inputs` and `outputs` have room for.
 
@@ -125,11 +128,13 @@ def plan_sized(
     like those.
 
     status: [units of 4 unique rows, passes, pairs, unused], as many as are needed.
+
+    `compact`: only tiles that have rows are on the schedule, (2, tiles, 4) at the beginning of its memory.
     """
     if outputs.coords.is_cuda:
         (order, _), (in_order, blocks), rule = outputs.index, inputs.index, plan_rule(geometry, reverse)
         made = outputs.coords, outputs.count, order, blocks, in_order
-        tensors = list(_C.plan_sized(*made, *rule, *room, status))
+        tensors = list(_C.plan_sized(*made, *rule, *room, status, compact))
     else:
         n_in, n_out = (_number(side.count, side.coords) for side in (inputs, outputs))
         keys, row = inputs.index

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 import voxmma
 from voxmma.tools import bench as bench_module
@@ -103,15 +104,19 @@ def tiles(
         chosen = bench_module.chosen_device(device)
         with progress(len(gate.candidates(chosen))) as advance:
             verdicts = gate.run(chosen, advance=advance)
-        found = gate.describe(chosen, verdicts)
-        show(found, gate_module.render(verdicts, gate_module.title(found)), as_json)
+        said = gate.describe(chosen, verdicts)
+        show(said, gate_module.render(verdicts, gate_module.title(said)), as_json)
         wrong = [verdict.subject for verdict in verdicts if not verdict.runs_on_request]
         if wrong:
             typer.echo(f"found wrong: {', '.join(wrong)}", err=True)
             raise typer.Exit(1)
         return
-    table = voxmma.tiles(device)
-    show([asdict(row) for row in table], table, as_json)
+    found = voxmma.tiles(device)
+    titles, lines = found.cells()
+    table = Table(*titles, title=found.title)
+    for line in lines:
+        table.add_row(*line)
+    show([asdict(row) for row in found], table, as_json)
 
 
 bench = typer.Typer(help="Times and errors on this machine; without a subcommand: layers.")

@@ -19,7 +19,7 @@ from voxmma.sparse.tensor import Voxels
 from voxmma.tools import bench
 from voxmma.tools.compile import _factory
 from voxmma.tools.console import Json, progress, show
-from voxmma.tuning.tuner import OPS, Case, _distinct, _name, cases_of, tune
+from voxmma.tuning.tuner import OPS, Case, Report, _distinct, _name, cases_of, tune
 
 # ---- command line ------------------------------------------------------------------------------------------
 
@@ -141,10 +141,47 @@ def tune_command(
             report = tune(work, ops=wanted, repeats=repeats, save=save, advance=advance)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    show(report.as_dict(), report, as_json)
+    show(report.as_dict(), render(report), as_json)
     if report.problem:
         typer.echo(report.problem, err=True)
         raise typer.Exit(1)
+
+
+def render(report: Report) -> Table:
+    """What `tune` did, as a table."""
+    caption = report.problem or (f"kept in {report.written}" if report.written else "not kept")
+    table = Table(title=f"tiles on {report.device}, ms", caption="; ".join([caption, *report.skipped]))
+    for column in (
+        "op",
+        "C",
+        "K",
+        "dtype",
+        "accumulator",
+        "layers",
+        "heuristic",
+        "winner",
+        "gain",
+        "all",
+    ):
+        table.add_column(column, overflow="fold")
+    for result in report.results:
+        key = result.key
+        others = [f"{name} {ms:.3f}" for name, ms in sorted(result.ms.items(), key=lambda item: item[1])]
+        others += [f"{name} refused: {why}" for name, why in result.refused.items()]
+        groups = f" /{key.groups}" if key.groups > 1 else ""
+        table.add_row(
+            key.op,
+            f"{key.c_in}x{key.c_out}{groups}",
+            str(key.volume),
+            key.dtype if key.precision == "ieee" else key.precision,
+            key.accumulator,
+            ", ".join(result.layers),
+            result.default,
+            result.winner,
+            "–" if result.gain is None else f"{result.gain:.2f}",
+            "\n".join(others),
+        )
+    return table
 
 
 def _kept_table(kept: Sequence[dict[str, Any]], device: torch.device) -> Table:

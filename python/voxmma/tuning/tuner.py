@@ -125,43 +125,6 @@ class Report:
             row["key"], row["gain"] = result.key._asdict(), result.gain
         return made
 
-    def __rich__(self) -> Any:
-        from rich.table import Table
-
-        caption = self.problem or (f"kept in {self.written}" if self.written else "not kept")
-        table = Table(title=f"tiles on {self.device}, ms", caption="; ".join([caption, *self.skipped]))
-        for column in (
-            "op",
-            "C",
-            "K",
-            "dtype",
-            "accumulator",
-            "layers",
-            "heuristic",
-            "winner",
-            "gain",
-            "all",
-        ):
-            table.add_column(column, overflow="fold")
-        for result in self.results:
-            key = result.key
-            others = [f"{name} {ms:.3f}" for name, ms in sorted(result.ms.items(), key=lambda item: item[1])]
-            others += [f"{name} refused: {why}" for name, why in result.refused.items()]
-            groups = f" /{key.groups}" if key.groups > 1 else ""
-            table.add_row(
-                key.op,
-                f"{key.c_in}x{key.c_out}{groups}",
-                str(key.volume),
-                key.dtype if key.precision == "ieee" else key.precision,
-                key.accumulator,
-                ", ".join(result.layers),
-                result.default,
-                result.winner,
-                "–" if result.gain is None else f"{result.gain:.2f}",
-                "\n".join(others),
-            )
-        return table
-
     def __str__(self) -> str:
         lines = [
             f"{r.key.op} {r.key.c_in}x{r.key.c_out} K={r.key.volume} {r.key.dtype}: {r.winner}"
@@ -318,7 +281,7 @@ class Bench:
             self._pairs = case.mapping.pairs()
         rounded = [self.x[0].detach(), self.w.detach(), self.dy[0]]
         if case.precision == "tf32" and case.dtype == torch.float32:
-            rounded = [formats.quantise(t, "tf32") for t in rounded]
+            rounded = [formats.round_tf32(t) for t in rounded]
         x, w, dy = rounded
         if op == "fwd":
             return accuracy.reference_conv(x, w, self._pairs, case.mapping.out_coords.num)

@@ -357,7 +357,7 @@ def bound(
 
     Padding a group's channels with zeros adds no error, so ``B`` counts real products only. fp32 inputs take
     the SIMT line on every arch ('ieee': a tensor-core scheme must not be worse). TF32 inputs take the
-    tensor-core line, on operands that were passed through :func:`quantise` first. ``arch='cpu'`` is the
+    tensor-core line, on operands that were rounded to TF32 first. ``arch='cpu'`` is the
     emulated path: products of one offset in fp32 in any order, an fp16 accumulator rounding the running sum
     at most once per 16 products.
 

@@ -74,7 +74,7 @@ def reference(
         pairs.append((row[out], out))
     operands = [x, weight.to(x.dtype)]
     if record.tile.endswith("_tf32"):
-        operands = [formats.quantise(t, "tf32") for t in operands]
+        operands = [formats.round_tf32(t) for t in operands]
     return accuracy.reference_conv(operands[0], operands[1], pairs, len(rows), bias)
 
 

@@ -117,7 +117,7 @@ def draw(
     drawn = FAMILIES[family]
 
     def read(t: Tensor) -> Tensor:
-        return formats.quantise(t, "tf32") if tf32 else t
+        return formats.round_tf32(t) if tf32 else t
 
     first = drawn.activations((rows, channels), dtype, generator, device)
     weight = drawn.weights((volume, channels, channels), dtype, generator, device)

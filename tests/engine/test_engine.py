@@ -216,6 +216,56 @@ def test_several_inputs(device: Device) -> None:
         engine([a, b], scale[:4])
 
 
+@pytest.mark.parametrize("mode", ["nearest", "trilinear"])
+def test_devoxelising_at_points_that_are_an_input(mode: str, device: Device) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.down = vnn.SparseConv3d(4, 8, 3), vnn.SparseConv3d(8, 8, 2, stride=2)
+
+        def forward(self, x: voxmma.Voxels, points: torch.Tensor, batch: torch.Tensor) -> list[Any]:
+            fine = self.conv(x)
+            low = self.down(fine)
+            at_points = [
+                voxmma.devoxelise(y, points, 0.5, mode, batch_index=batch, origin=(0.1, 0, 0))
+                for y in (fine, low)
+            ]
+            centres = x.coords[:, 1:].float() + 0.5
+            up = voxmma.devoxelise(low, centres, 1.0, mode, batch_index=x.coords[:, 0])
+            return [
+                *at_points,
+                up,
+                voxmma.lookup(
+                    low,
+                    torch.div(
+                        x.coords, torch.tensor([1, 2, 2, 2], device=x.device), rounding_mode="floor"
+                    ).int(),
+                ),
+            ]
+
+    net = Net().eval().to(device)
+
+    def given(n: int) -> tuple[voxmma.Voxels, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(n)
+        points = 7 * torch.rand(200, 3, generator=generator) - 0.2
+        batch = torch.randint(2, (200,), generator=generator)
+        return frame(n, device, seed=n), points.to(device), batch.to(device)
+
+    engine = compile(net, given(500))
+    for n in (500, 3, 77):
+        x, points, batch = given(n)
+        with torch.no_grad():
+            wanted = net(x, points, batch)
+        assert_same(engine((x.coords, x.feats), points, batch).get(), wanted)
+    bad = points.clone()
+    bad[17, 1] = torch.nan
+    with pytest.raises(ValueError, match="points row 17 is not finite"):
+        engine(x, bad, batch).get()
+    batch[4] = 2
+    with pytest.raises(ValueError, match="points row 4 is not finite, or of a sample that is not there"):
+        engine(x, bad, batch).get()
+
+
 # ---- what is frozen ----------------------------------------------------------------------------------------
 
 
@@ -457,6 +507,8 @@ def _positive(x: voxmma.Voxels) -> torch.Tensor:
         (lambda x: x.feats.t() @ x.feats, r"aten.mm: it sums over the rows"),
         (lambda x: x.feats.cumsum(0), r"aten.cumsum: it goes over the rows"),
         (lambda x: x.feats[:3], r"aten.slice: it goes over the rows"),
+        (lambda x: x.feats[torch.tensor([0, 1], device=x.device)], r"aten.index: it picks rows by number"),
+        (lambda x: x.feats[0], r"aten.select: it goes over the rows"),
         (lambda x: x.feats.flatten(), r"aten.*: it mixes the rows"),
         (lambda x: x.feats.flip(0), r"aten.flip: it goes over the rows"),
         (lambda x: x.feats[_positive(x)], r"a boolean mask|aten.index"),
@@ -469,7 +521,10 @@ def _positive(x: voxmma.Voxels) -> torch.Tensor:
         (lambda x: x.feats.view(-1), r"it mixes the rows"),
         (lambda x: x.with_feats(nn.functional.dropout(x.feats, training=True)), r"it is random"),
         (lambda x: vnn.functional.batch_norm(x, None, None, training=True), r"statistics of the rows"),
-        (lambda x: x.coord_set.lookup(x.coords), "cannot look coordinates up"),
+        (
+            lambda x: voxmma.intersection(x, F.unpool(F.max_pool(x, 2), 2, generative=True)),
+            "an engine cannot",
+        ),
         (lambda x: x.dense(), "cannot take"),
     ],
 )

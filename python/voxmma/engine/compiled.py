@@ -39,6 +39,9 @@ _LEAST = 64  # rows of a level
 _MOST_ROWS = min(segments.BLOCK**ops.LEVELS, DEFAULT_MAX_VOXELS)
 
 
+_capturing = threading.Lock()  # one graph at a time
+
+
 def _is_voxels(value: Any) -> bool:
     return isinstance(value, Voxels)
 
@@ -200,6 +203,7 @@ class Engine:
         self.device = device
         self.grow = grow
         self._needs = list(needs)
+        self._roots = [number for number, level in enumerate(program.levels) if level.parent < 0]
         self._flags = torchflags.snapshot()
         self._lock = threading.RLock()
         self._last: Any = None
@@ -257,12 +261,11 @@ class Engine:
     # ---- buffers and graph
 
     def _build(self, capacities: list[int], rooms: list[float]) -> _Instance:
-        roots = [number for number, level in enumerate(self._program.levels) if level.parent < 0]
         buffers: list[Tensor] = []
         with torch.inference_mode(False), torch.no_grad():
             for given in self._inputs:
                 if given.sparse:
-                    rows = capacities[roots[given.root]]
+                    rows = capacities[self._root(given)]
                     buffers.append(torch.zeros((rows, 4), dtype=torch.int32, device=self.device))
                     buffers.append(torch.zeros((rows, *given.shape), dtype=given.dtype, device=self.device))
                     buffers.append(torch.zeros(1, dtype=torch.int64, device=self.device))
@@ -284,7 +287,7 @@ class Engine:
 
     def _capture(self, made: _Instance) -> None:
         """The program as a CUDA graph, after one run that loads what is loaded once."""
-        with torch.cuda.device(self.device):
+        with _capturing, torch.cuda.device(self.device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -381,8 +384,7 @@ class Engine:
         return found
 
     def _root(self, given: Input) -> int:
-        roots = [number for number, level in enumerate(self._program.levels) if level.parent < 0]
-        return roots[given.root] if given.sparse else -1
+        return self._roots[given.root] if given.sparse else -1
 
     def _flat(self, inputs: tuple[Any, ...]) -> list[Any]:
         """The inputs flat, pairs for Voxels not taken apart."""
@@ -606,6 +608,8 @@ class Result:
                 factor = self._lacking(number, values)
                 if factor:
                     rooms[number] = factor
+            elif report.kind == "points" and values[0] >= 0:
+                raise ValueError(f"points row {values[0]} is not finite, or of a sample that is not there")
             elif report.kind == "dense" and values[0] >= 0:
                 raise ValueError(
                     f"a voxel of level {number} (row {values[0]}) lies outside of the dense grid"
@@ -870,7 +874,7 @@ def _record(
         for leaf, one in zip(leaves, given, strict=True):
             if not one.sparse:
                 tensor = leaf.detach().clone()
-                inputs.append(recorder.give(tensor))
+                inputs.append(recorder.input(tensor))
                 filled.append(tensor)
                 continue
             coords, feats = leaf.coords, leaf.feats
@@ -881,7 +885,7 @@ def _record(
             buffers = (coords.new_zeros((rows, 4)), feats.new_zeros((rows, *one.shape)))
             buffers[0][: len(coords)], buffers[1][: len(feats)] = coords, feats.detach()
             count = torch.full((1,), len(coords), dtype=torch.int64, device=coords.device)
-            inputs += [recorder.give(t) for t in (*buffers, count)]
+            inputs += [recorder.input(t) for t in (*buffers, count)]
             with recorder:
                 *index, status = torch.ops.voxmma.sized_index(buffers[0], count, list(bounds[one.root]))
                 recorder.report("index", level, status)
@@ -896,10 +900,7 @@ def _record(
             out = model(*pytree.tree_unflatten(filled, spec))
     flat, form = pytree.tree_flatten(out, is_leaf=_is_voxels)
     outputs = [recorder.output(leaf) for leaf in flat]
-    counts = [
-        recorder.place(next(s.count for s in recorder.sets if s.level == n))
-        for n in range(len(recorder.levels))
-    ]
+    counts = [recorder.place(recorder.count(number)) for number in range(len(recorder.levels))]
     return Program(
         recorder.levels, recorder.plans, inputs, recorder.steps, recorder.consts, counts, recorder.reports,
         outputs, form,

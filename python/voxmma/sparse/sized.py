@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from voxmma._extension import _C
-from voxmma.sparse.coords import Bounds, first_duplicate, pack, unpack
+from voxmma.sparse.coords import Bounds, find_rows, first_duplicate, pack, unpack
 from voxmma.sparse.derive import _NONE, Derived, _candidates, _distinct, reach
 from voxmma.sparse.maps import Geometry, cpu_pairs, plan_rule, size_tensor
 
@@ -96,6 +96,15 @@ def derive_sized(source: SizedSet, made: Derived, capacity: int, status: torch.T
     index = _room(keys[:number], capacity, _NONE), _room(torch.arange(number, device=rows.device), capacity)
     count = torch.tensor([number], dtype=torch.int64, device=rows.device)
     return SizedSet(_room(sites[:number], capacity), count, inner, index, bounds)
+
+
+def lookup_sized(made: SizedSet, query: torch.Tensor) -> torch.Tensor:
+    """CoordSet.lookup in a set: rows (M,) int64 of any (M, 4) integers, -1 where it has none."""
+    if query.is_cuda:
+        rows: torch.Tensor = _C.lookup_rows(query, *made.index)
+        return rows
+    number = _number(made.count, made.coords)
+    return find_rows(query, made.index[0][:number], made.index[1][:number])
 
 
 def plan_room(geometry: Geometry, reverse: bool, n_in: int, n_out: int) -> tuple[int, int, int, int]:

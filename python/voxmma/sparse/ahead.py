@@ -3,9 +3,9 @@
 A network asks for its output sets and kernel maps one by one, and on a GPU most are read back before the next
 is made. What it asks for is the same for every input. So the first convolution that meets a new set makes,
 where it did so before, all that came after it then, with sizes that stay on the device (voxmma.sparse.sized),
-reads back once how large everything is, and caches it where the layers look. Rooms are guessed from the input
-before; what does not fit is left to the layer that asks for it, as is what was not asked for before. What
-nobody took is not made again.
+reads back once how large everything is, and caches it where the layers look. Rooms are guessed from the
+inputs before; what does not fit is left to the layer that asks for it, as is what was not asked for before.
+What nobody took is not made again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from voxmma.sparse.derive import Derived
 from voxmma.sparse.maps import Direction, Geometry, MapCore, core_between, held_sets
 from voxmma.sparse.sized import SizedSet, derive_sized, plan_sized
 
-_SLACK = 1.15  # of rooms over what the input before would take
+_SET_SLACK, _MAP_SLACK = 1.25, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'
 _TILE = 256
 
 
@@ -161,20 +161,23 @@ def _make(coords: CoordSet, asked: Asked) -> None:
         None: SizedSet(coords.coords, count, None, (index[0], index[1]), coords.bounds)
     }
     for site, line in zip(asked.sites, lines, strict=False):
-        room = int(site.rate * rows * _SLACK) + _TILE
+        room = int(site.rate * rows * _SET_SLACK) + _TILE
         sets[site] = derive_sized(sets[site.source], *site.key[:2], room, line, site.key.shape)
     made: list[tuple[list[torch.Tensor], tuple[int, int]]] = []
     for wanted, line in zip(asked.maps, lines[len(asked.sites) :], strict=True):
         inputs, outputs = sets[wanted.inputs], sets[wanted.outputs]
         n_in, n_out = len(inputs.coords), len(outputs.coords)
         tiles = -(-n_out // _TILE)
-        room_for = int(wanted.passes * tiles * _SLACK) + 8, int(wanted.units * max(n_in, n_out) * _SLACK) + 64
+        room_for = (
+            int(wanted.passes * tiles * _MAP_SLACK) + 8,
+            int(wanted.units * max(n_in, n_out) * _MAP_SLACK) + 64,
+        )
         tensors = plan_sized(inputs, outputs, wanted.geometry, wanted.reverse, room_for, line, compact=True)
         made.append((tensors, room_for))
     found = status.tolist()  # waits
     exact: dict[_Site | None, CoordSet] = {None: coords}
     for site, (number, outside, *_) in zip(asked.sites, found, strict=False):
-        site.rate = number / rows
+        site.rate = _rate(site.rate, number / rows)
         source = exact.get(site.source)
         if source is not None and not outside and number <= len(sets[site].coords):
             exact[site] = _keep_set(source, sets[site], site, number)
@@ -186,6 +189,11 @@ def _make(coords: CoordSet, asked: Asked) -> None:
         if ends[0] is None or ends[1] is None:
             continue
         _keep_map(ends[0], ends[1], wanted, tensors, room_for, (passes, units), pairs)
+
+
+def _rate(before: float, now: float) -> float:
+    """What to expect: the largest of late."""
+    return max(now, (3 * before + now) / 4)
 
 
 def _keep_set(source: CoordSet, made: SizedSet, site: _Site, number: int) -> CoordSet:
@@ -218,8 +226,8 @@ def _keep_map(
     if inputs.device.type == "cuda":
         passes, units = need
         tiles = -(-outputs.num // _TILE)
-        wanted.passes = passes / max(tiles, 1)
-        wanted.units = units / max(inputs.num, outputs.num, 1)
+        wanted.passes = _rate(wanted.passes, passes / max(tiles, 1))
+        wanted.units = _rate(wanted.units, units / max(inputs.num, outputs.num, 1))
         if passes > room[0] or units > room[1]:
             return
         order, schedule, pass_list, frag, uniq, local, _ = tensors

@@ -207,7 +207,7 @@ def test_nothing_is_made_ahead_for_what_is_not_new(
 ) -> None:
     network = Network().to(device)
     made = []
-    monkeypatch.setattr(ahead, "_make", lambda coords, asked: made.append(coords))
+    monkeypatch.setattr(ahead, "_make", lambda coords, *_: made.append(coords))
     with torch.no_grad():
         x = voxels(SCENES[0], device)
         network(x)

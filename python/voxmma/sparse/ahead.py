@@ -20,7 +20,7 @@ from voxmma.sparse.cached import _capturing, keep
 from voxmma.sparse.coords import _KEPT, CoordSet
 from voxmma.sparse.derive import Derived
 from voxmma.sparse.maps import Direction, Geometry, MapCore, core_between, held_sets
-from voxmma.sparse.sized import SizedSet, derive_sized, plan_sized
+from voxmma.sparse.sized import Plan, SizedSet, derive_sized, plans_sized
 
 _SET_SLACK, _MAP_SLACK = 1.25, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'
 _TILE = 256
@@ -168,26 +168,22 @@ def _drop_untaken(asked: Asked) -> None:
 def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]) -> None:
     device, rows = coords.device, coords.num
     status = torch.empty((len(sites) + len(maps), 4), dtype=torch.int64, device=device)
-    lines = list(status.unbind())
     count = torch.full((1,), rows, dtype=torch.int64, device=device)
     index = coords.hash_index() if device.type == "cuda" else coords.sorted_keys()
     sets: dict[_Site | None, SizedSet] = {
         None: SizedSet(coords.coords, count, None, (index[0], index[1]), coords.bounds)
     }
-    for site, line in zip(sites, lines, strict=False):
+    for site, line in zip(sites, status, strict=False):
         room = int(site.rate * rows * _SET_SLACK) + _TILE
         sets[site] = derive_sized(sets[site.source], *site.key[:2], room, line, site.key.shape)
-    made: list[tuple[list[torch.Tensor], tuple[int, int]]] = []
-    for wanted, line in zip(maps, lines[len(sites) :], strict=True):
+    plans = []
+    for wanted in maps:
         inputs, outputs = sets[wanted.inputs], sets[wanted.outputs]
         n_in, n_out = len(inputs.coords), len(outputs.coords)
-        tiles = -(-n_out // _TILE)
-        room_for = (
-            int(wanted.passes * tiles * _MAP_SLACK) + 8,
-            int(wanted.units * max(n_in, n_out) * _MAP_SLACK) + 64,
-        )
-        tensors = plan_sized(inputs, outputs, wanted.geometry, wanted.reverse, room_for, line, compact=True)
-        made.append((tensors, room_for))
+        passes = int(wanted.passes * -(-n_out // _TILE) * _MAP_SLACK) + 8
+        units = int(wanted.units * max(n_in, n_out) * _MAP_SLACK) + 64
+        plans.append(Plan(inputs, outputs, wanted.geometry, wanted.reverse, (passes, units)))
+    made = plans_sized(plans, status[len(sites) :], compact=True)
     found = status.tolist()  # waits
     exact: dict[_Site | None, CoordSet] = {None: coords}
     for site, (number, outside, *_) in zip(sites, found, strict=False):
@@ -197,14 +193,13 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
         site.rate = _rate(site.rate, number / rows)
         if not outside and number <= len(sets[site].coords):
             exact[site] = _keep_set(source, sets[site], Place(place.asked, rows, site, place), number)
-    for wanted, (tensors, room_for), (units, passes, pairs, _) in zip(
-        maps, made, found[len(sites) :], strict=True
+    for wanted, plan, tensors, (units, passes, pairs, _) in zip(
+        maps, plans, made, found[len(sites) :], strict=True
     ):
         wanted.taken = False
-        ends = exact.get(wanted.inputs), exact.get(wanted.outputs)
-        if ends[0] is None or ends[1] is None:
-            continue
-        _keep_map(ends[0], ends[1], wanted, tensors, room_for, (passes, units), pairs)
+        inputs_set, outputs_set = exact.get(wanted.inputs), exact.get(wanted.outputs)
+        if inputs_set is not None and outputs_set is not None:
+            _keep_map(inputs_set, outputs_set, wanted, tensors, plan.room, (passes, units), pairs)
 
 
 def _rate(before: float, now: float) -> float:

@@ -29,6 +29,9 @@ INTERFACES: dict[str, dict[str, str]] = {
         "cumm": "spconv.cumm",
         "cumm.tensorview": "spconv.cumm.tensorview",
     },
+    "MinkowskiEngine": {},
+    "torchsparse": {},
+    "flex_gemm": {},
 }
 
 #: Precision that the convolutions of an interface are made with: fields of ConvConfig, by interface.
@@ -42,20 +45,23 @@ def install(
     accumulator: str | None = None,
     compute_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> ModuleType:
     """Makes `import NAME` give the interface of `voxmma.compat.NAME`, and says how precise its layers are.
 
     Args:
-        name: 'spconv'.
+        name: 'spconv', 'MinkowskiEngine', 'torchsparse' or 'flex_gemm'.
         use_fp16_accum, accumulator, compute_dtype, out_dtype: what convolutions made from now on start with,
         as
             of voxmma.nn.SparseConv3d; a layer's own `fp32_accum` wins. Policies, plans and voxmma.settings
             work on these layers as on voxmma's. A second call changes these.
+        options: of 'torchsparse', `version` (1 or 2) and `dilation`: see voxmma.compat.torchsparse.options.
 
     Returns the module.
 
     Raises:
-        ValueError: an interface that is not there; a precision out of range.
+        ValueError: an interface that is not there; a precision or an option out of range.
+        TypeError: an option that the interface has not.
         RuntimeError: the real library has been imported: whoever did so holds its classes.
     """
     if name not in INTERFACES:
@@ -77,6 +83,10 @@ def install(
             "anything "
             "imports it"
         )
+    if hasattr(package, "configure"):
+        package.configure(**options)
+    elif options:
+        raise TypeError(f"{name} has no option {', '.join(options)}")
     aliases = {name: package}
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         aliases[found.name.removeprefix(f"{__name__}.")] = importlib.import_module(found.name)

@@ -40,9 +40,11 @@ from voxmma.sparse.tensor import Voxels
 from voxmma import nn  # isort: skip
 
 if _TYPE_CHECKING:
+    from voxmma import engine as engine
     from voxmma import export as export
     from voxmma import models as models
     from voxmma.compat import convert as convert
+    from voxmma.nn.fusion import fuse
     from voxmma.precision import policy as policy
     from voxmma.precision import schedule as schedule
     from voxmma.tuning import gate as gate
@@ -69,6 +71,7 @@ __all__ = [
     "downsample",
     "explain",
     "from_dense",
+    "fuse",
     "get_deterministic",
     "get_fp16_accum",
     "get_fp16_rescale",
@@ -102,7 +105,9 @@ _LAZY = {
     "apply_plan": "voxmma.verify.plan:apply_plan",
     "calibrate": "voxmma.verify.plan:calibrate",
     "convert": "voxmma.compat.convert",
+    "engine": "voxmma.engine",
     "export": "voxmma.export",
+    "fuse": "voxmma.nn.fusion:fuse",
     "gate": "voxmma.tuning.gate",
     "models": "voxmma.models",
     "policy": "voxmma.precision.policy",

@@ -8,6 +8,7 @@ import pickle
 import re
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -230,6 +231,24 @@ def test_without_a_shape_nothing_is_clipped(device: torch.device) -> None:
     inside = voxmma.lookup(open_grid, bounded.coords)
     assert bool((inside >= 0).all())
     torch.testing.assert_close(open_grid.feats[inside], bounded.feats)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        [9, 8, 7],
+        numpy.array([9, 8, 7]),
+        torch.tensor([9, 8, 7]),
+        torch.Size([9, 8, 7]),
+        (numpy.int64(9), 8, 7),
+    ],
+    ids=lambda shape: type(shape).__name__,
+)
+def test_what_stands_for_a_shape(device: torch.device, shape: Any) -> None:
+    x = scene(device)
+    assert Voxels(x.coords.clone(), x.feats, 2, spatial_shape=shape).spatial_shape == GRID
+    made = x.with_spatial_shape(numpy.int64(9)).spatial_shape
+    assert made == (9, 9, 9) and all(type(n) is int for n in made)
 
 
 def test_dense_needs_no_shape(device: torch.device) -> None:

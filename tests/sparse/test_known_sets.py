@@ -121,6 +121,20 @@ def test_what_else_takes_repeated_rows(device: torch.device) -> None:
     assert torch.equal(seen, distinct.feats[place])
 
 
+def test_maps_of_repeated_rows_are_those_of_the_distinct_voxels(device: torch.device) -> None:
+    x, _, _ = repeated(device)
+    made = voxmma.kernel_map(x, 3)
+    assert made.in_coords is x.coord_set.sites and made.in_coords.num == 60
+    layer = fp64(nn.SparseConv3d(4, 5, 3), device)
+    y = layer(x, made)
+    assert y.coord_set is x.coord_set and torch.equal(y.feats, layer(x).feats)
+    assert voxmma.output_coords(x, 3) is x.coord_set
+    down = fp64(nn.SparseConv3d(4, 4, 3, 2, map_key="a"), device)
+    up = fp64(nn.SparseConvTranspose3d(4, 4, 3, inverse_of="a"), device)
+    low = down(x)
+    assert up(low).coord_set is up.output_coords(low) is x.coord_set and set(x.maps) == {"a"}
+
+
 def test_rows_that_do_not_repeat_are_an_ordinary_set(device: torch.device) -> None:
     coords = random_coords(50, 5).to(device)
     x = Voxels(coords, torch.randn(50, 2, device=device), duplicates="keep")

@@ -17,9 +17,10 @@ from voxmma.sparse.cached import Made, new_lock, refuse_capture
 
 if TYPE_CHECKING:
     from voxmma.dispatch.calls import Repeat
+    from voxmma.sparse.ahead import Place
     from voxmma.sparse.derive import Derived
     from voxmma.sparse.keyed import Keyed
-    from voxmma.sparse.maps import Geometry, MapCore
+    from voxmma.sparse.maps import Direction, Geometry, MapCore
 
 COORD_BITS = 18
 COORD_MIN = -(1 << (COORD_BITS - 1))
@@ -177,6 +178,9 @@ class CoordSet:
     them has more than 2^28 cells, 2^24 for fewer than 65,536 voxels); nothing later does.
     """
 
+    sized = False
+    """whether the number of rows lies on the device, and `num` is a capacity: voxmma.engine"""
+
     __slots__ = (
         "__weakref__",
         "_claim",
@@ -193,6 +197,7 @@ class CoordSet:
         "levels",
         "maps",
         "own",
+        "place",
         "repeated",
         "spatial_shape",
         "traced",
@@ -207,6 +212,8 @@ class CoordSet:
     """kernel maps built last, by kernel shape; one to another set leaves with it. See voxmma.kernel_map"""
     own: dict[Geometry, MapCore]
     """maps from the set to itself: torch.compile guards on keys, and these hold no id"""
+    place: Place | None
+    """among the sets of a network; see voxmma.sparse.ahead"""
     traced: bool
     """whether all its maps are inputs of a graph; see voxmma.export.mapped"""
     calls: dict[tuple[Any, ...], Repeat]
@@ -264,6 +271,7 @@ class CoordSet:
         self.keyed = {}
         self.levels = None
         self.calls = {}
+        self.place = None
         self.repeated = None
         self._full: _Full | None = None
         self._finer: Finer | None = None
@@ -411,15 +419,7 @@ class CoordSet:
         bad = first_unpackable(self._coords)
         if bad >= 0:
             return bad, -1, -1, -1
-        keys, order = self.sorted_keys()
-        repeated = torch.nonzero(keys[1:] == keys[:-1]).flatten() + 1
-        duplicate = twin = -1
-        if repeated.numel():
-            place = repeated[torch.argmin(order[repeated])]
-            duplicate = int(order[place])
-            twin = int(
-                order[torch.searchsorted(keys, keys[place])]
-            )  # stable sort: the first of the run is the winner
+        duplicate, twin = first_duplicate(*self.sorted_keys())
         low, high = torch.aminmax(self._coords, dim=0)
         bounds = (*low.tolist(), *high.tolist())
         self._index.bounds = bounds
@@ -485,6 +485,22 @@ class CoordSet:
         packable = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)
         keys = pack(torch.where(packable.unsqueeze(1), coords, 0))
         return torch.where(packable, find_keys(keys, *self.sorted_keys()), -1)
+
+    def derive(self, key: Derived) -> CoordSet:
+        """Of a sized set: the output set of a layer."""
+        raise NotImplementedError
+
+    def plan(self, outputs: CoordSet, geometry: Geometry, reverse: bool) -> Direction:
+        """Of a sized set: one direction of the map to `outputs`."""
+        raise NotImplementedError
+
+    def dense(self, feats: torch.Tensor, shape: Triple, origin: Triple) -> torch.Tensor:
+        """Of a sized set: `Voxels.dense` of features on it."""
+        raise NotImplementedError
+
+    def tree(self) -> tuple[torch.Tensor, ...]:
+        """Of a sized set: the tree over its samples, with one more for what is behind the rows."""
+        raise NotImplementedError
 
     # ---- facts ---------------------------------------------------------------------------------------------
 
@@ -772,6 +788,16 @@ def find_keys(keys: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> t
         return torch.full_like(keys, -1)
     place = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
     return torch.where(ordered[place] == keys, row[place], -1)
+
+
+def first_duplicate(keys: torch.Tensor, order: torch.Tensor) -> tuple[int, int]:
+    """The smallest row that repeats an earlier one, and the earliest such, of ascending keys and the row of
+    each, rows of a key ascending; -1, -1 where there is none."""
+    repeated = torch.nonzero(keys[1:] == keys[:-1]).flatten() + 1
+    if not repeated.numel():
+        return -1, -1
+    place = repeated[torch.argmin(order[repeated])]
+    return int(order[place]), int(order[torch.searchsorted(keys, keys[place])])
 
 
 def check_columns(coords: torch.Tensor) -> None:

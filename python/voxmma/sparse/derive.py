@@ -94,6 +94,11 @@ class Derived(NamedTuple):
         """The set that `source` makes so, as it is cached."""
         return _cached(source, self, None)
 
+    def link(self, source: CoordSet, made: CoordSet) -> None:
+        """Lets a coarser set remember the finer one."""
+        if not self.to_children and self.geometry.stride != (1, 1, 1):
+            made.finer = Finer(source, self.geometry)
+
 
 def windows_shape(shape: Triple | None, geometry: Geometry) -> Triple | None:
     """floor((n + 2 * padding - dilation * (kernel_size - 1) - 1) / stride) + 1 per axis, as torch.nn.Conv3d.
@@ -158,19 +163,22 @@ def _made_once(source: CoordSet, key: Derived, limit: int) -> CoordSet:
             source.derived.pop(key, None)  # somebody wrote into its coordinates
             made = _make(source, key, limit)
             keep(source.derived, key, made, _KEPT["derived"])
+            if source.place is not None:
+                made.place = source.place.derived(made, key)
     return made
 
 
 def _make(source: CoordSet, key: Derived, limit: int) -> CoordSet:
-    geometry, to_children, _ = key
+    if source.sized:
+        return source.derive(key)
+    geometry = key.geometry
     if source.device.type == "cuda":
         refuse_capture(f"the output coordinates of a layer ({_kernel(geometry)})", source.device)
         made = _make_cuda(source, key, limit)
     else:
         with torch.inference_mode(False), torch.no_grad():
             made = _make_cpu(source, key, limit)
-    if not to_children and geometry.stride != (1, 1, 1):
-        made.finer = Finer(source, geometry)
+    key.link(source, made)
     return made
 
 

@@ -35,6 +35,7 @@ from voxmma.sparse.coords import (
 from voxmma.sparse.derive import cells, cells_shape, check_count, children, windows
 
 if TYPE_CHECKING:
+    from voxmma.sparse.ahead import Wanted
     from voxmma.sparse.tensor import Voxels
 
 
@@ -82,6 +83,8 @@ class Direction:
         self.made = Made(tensors if stats is None else [*tensors, stats], "the tensors of a kernel map")
         self.counts: Made | None = None
         """KernelMap.counts, once asked for"""
+        self.wanted: Wanted | None = None
+        """why it was made before a layer asked for it"""
         self._num_pairs = num_pairs
         self._stats = stats
         self._lock = new_lock()
@@ -304,6 +307,8 @@ class KernelMap:
         direction = self._core.sides.get(self.reverse)
         if direction is None:
             direction = self._build()
+        elif direction.wanted is not None:
+            direction.wanted.taken = True
         direction.made.get()  # checked, and for this stream
         return direction
 
@@ -321,7 +326,9 @@ class KernelMap:
             made = core.sides.get(self.reverse)
             if made is not None:
                 return made
-            if self.device.type == "cuda":
+            if self.in_coords.sized or self.out_coords.sized:
+                made = self.in_coords.plan(self.out_coords, core.geometry, self.reverse)
+            elif self.device.type == "cuda":
                 kind = "the transposed kernel map" if self.reverse else "the kernel map"
                 refuse_capture(f"{kind} (kernel_size {self.kernel_size}, stride {self.stride})", self.device)
                 made = _build_cuda(self.in_coords, self.out_coords, core.geometry, self.reverse)
@@ -332,6 +339,8 @@ class KernelMap:
                         self.in_coords, self.out_coords, core.geometry, self.reverse, self.symmetric
                     )
             core.sides[self.reverse] = made
+            if self.in_coords.place is not None:
+                self.in_coords.place.mapped(self.out_coords.place, core, self.reverse, made)
             return made
 
     @property
@@ -763,7 +772,7 @@ def _coord_set(value: CoordSet | Voxels, name: str) -> CoordSet:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan_rule(geometry: Geometry, reverse: bool) -> tuple[Any, ...]:
+def plan_rule(geometry: Geometry, reverse: bool) -> tuple[Triple, list[int], list[int], Triple, Triple]:
     """size, start, step, mul and div of `_C.build_plan`."""
     size, stride, dilation, padding = geometry
     sign = 1 if reverse else -1
@@ -777,35 +786,52 @@ def _build_cuda(in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, r
     in_order, hash_blocks = in_coords.hash_index()
     out_order = out_coords.hash_index().order
     *tensors, stats, pairs = _C.build_plan(
-        out_coords.coords, out_order, hash_blocks, in_order, *_plan_rule(geometry, reverse)
+        out_coords.coords, out_order, hash_blocks, in_order, *plan_rule(geometry, reverse)
     )
-    tensors.append(_size(in_coords, out_coords))
+    tensors.append(size_tensor(in_coords.coords, out_coords.coords))
     return Direction(tensors, None, stats) if pairs < 0 else Direction(tensors, pairs)
 
 
-def _size(in_coords: CoordSet, out_coords: CoordSet) -> torch.Tensor:
+def size_tensor(in_coords: torch.Tensor, out_coords: torch.Tensor) -> torch.Tensor:
     """What tells the ops, by its shape alone, between how many rows a map leads."""
     with torch.inference_mode(False):
-        return torch.empty((0, in_coords.num, out_coords.num), dtype=torch.int32, device=in_coords.device)
+        return torch.empty((0, len(in_coords), len(out_coords)), dtype=torch.int32, device=in_coords.device)
 
 
 def _build_cpu(
     in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, reverse: bool, symmetric: bool
 ) -> Direction:
-    """Binary searches of all output rows per offset, in sorted order so that they share cache lines.
+    """A symmetric map searches half its offsets; the other half holds the same pairs the other way round."""
+    out_row = out_coords.sorted_keys()[1]
+    tensors = cpu_pairs(
+        *in_coords.sorted_keys(), out_row, out_coords.coords, geometry, reverse, symmetric=symmetric
+    )
+    return Direction([*tensors, size_tensor(in_coords.coords, out_coords.coords)], len(tensors[0]))
 
-    A symmetric map searches half its offsets; the other half holds the same pairs the other way round.
+
+def cpu_pairs(
+    ordered: torch.Tensor,
+    in_row: torch.Tensor,
+    out_row: torch.Tensor,
+    out_coords: torch.Tensor,
+    geometry: Geometry,
+    reverse: bool,
+    *,
+    symmetric: bool = False,
+) -> list[torch.Tensor]:
+    """in_rows, out_rows and kptr of a map on a CPU: binary searches of the output rows `out_row` per offset.
+
+    `ordered` are the inputs' ascending keys, `in_row` the row of each. `out_row` comes in the order of the
+    outputs' keys, so that searches share cache lines.
     """
     one = (1, 1, 1)
     mul, div = (one, geometry.stride) if reverse else (geometry.stride, one)
     offsets = geometry.offsets(reverse)
-    ordered, in_row = in_coords.sorted_keys()
+    n_in, n_out = len(ordered), len(out_row)
     ordered = torch.cat(
         [ordered, ordered.new_zeros(1)]
     )  # searches that run off the end find something to read
-    out_row = out_coords.sorted_keys()[1]
-    coords = out_coords.coords[out_row]
-    n_in, n_out = in_coords.num, out_coords.num
+    coords = out_coords[out_row]
     axes = [
         {
             add: _axis_query(coords[:, 1 + axis], mul[axis], add, div[axis], axis)
@@ -817,7 +843,7 @@ def _build_cpu(
     batch = pack_batch(coords[:, 0])
     key, place, seen = (torch.empty(n_out, dtype=torch.int64, device=batch.device) for _ in range(3))
     hit = torch.empty(n_out, dtype=torch.bool, device=batch.device)
-    neighbour = torch.empty(n_out, dtype=torch.int64, device=batch.device)
+    neighbour = torch.empty(len(out_coords), dtype=torch.int64, device=batch.device)
     in_rows: list[torch.Tensor] = []
     out_rows: list[torch.Tensor] = []
     for k, offset in enumerate(offsets):
@@ -841,8 +867,7 @@ def _build_cpu(
         in_rows.append(neighbour[out_rows[-1]])
     kptr = [0, *itertools.accumulate(len(rows) for rows in out_rows)]
     starts = torch.tensor(kptr, dtype=torch.int64, device=coords.device)
-    tensors = [torch.cat(in_rows), torch.cat(out_rows), starts, _size(in_coords, out_coords)]
-    return Direction(tensors, kptr[-1])
+    return [torch.cat(in_rows), torch.cat(out_rows), starts]
 
 
 def _axis_query(

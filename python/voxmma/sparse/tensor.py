@@ -381,6 +381,8 @@ class Voxels:
         if self._coord_set.repeated is not None:
             return self.sites().dense(spatial_shape, origin)
         start = three_integers(origin, "origin")
+        if self._coord_set.sized and spatial_shape is not None:
+            return self._coord_set.dense(self._feats, positive_triple(spatial_shape, "spatial_shape"), start)
         cell = self.coords[:, 1:].long() - torch.tensor(start, device=self.device, dtype=torch.int64)
         if spatial_shape is None and self.spatial_shape is not None:
             shape = tuple(n - first for n, first in zip(self.spatial_shape, start, strict=True))

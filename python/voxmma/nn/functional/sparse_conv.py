@@ -79,7 +79,7 @@ def spatially_sparse_conv(
             kernel_map only: it would shift the window.
         transposed, generative: see above.
         coords: output coordinates: a Voxels, a CoordSet or (M, 4) as in Voxels. The map is kept as long as
-            both coordinate sets live; a tensor makes a set, and so a map, of its own every time. With a
+            both coordinate sets live; a tensor stands for the set it had before, as in `CoordSet.of`. With a
             stride, a set that no strided layer made remembers the voxels of x; where several that are alive
             compete, transposed layers raise ValueError until they are given `coords`.
         max_voxels: most voxels that the layer may make, default 2^26.

@@ -181,7 +181,8 @@ def test_output_sets_and_maps_are_those_of_the_rows(
         expected = derive.Derived(geometry, to_children, shape).make(exact)
         source = sized_set(coords, len(coords) + more, device, bounds)
         status, read = status_of(device)
-        made = derive_sized(source, geometry, to_children, expected.num + more, status, shape)
+        key = derive.Derived(geometry, to_children, shape)
+        made = derive_sized(source, key, expected.num + more, status)
         assert read()[:2] == [expected.num, 0]
         check_set(made, expected)
         fine, coarse = (
@@ -216,7 +217,7 @@ def test_several_maps_at_once(device: torch.device) -> None:
     exact = CoordSet(fine.to(device), 4)
     coarse = derive.windows(exact, down)
     source = sized_set(fine, len(fine) + 900, device)
-    made = derive_sized(source, down, False, coarse.num + 900, status_of(device)[0])
+    made = derive_sized(source, derive.Derived(down, False, None), coarse.num + 900, status_of(device)[0])
     none = sized_set(fine[:0], 0, device)
     empty = CoordSet(fine[:0].to(device), 4)
     wide = Geometry((1, 9, 9), (1, 1, 1), (1, 1, 1), (0, 4, 4))
@@ -282,7 +283,7 @@ def test_a_captured_graph_serves_every_frame(device: torch.device) -> None:
             maps = [plan_sized(level, level, SAME, False, room(SAME, level, level), next(status))]
             finer = level
             if capacity is not None:
-                level = derive_sized(finer, down, False, capacity, next(status))
+                level = derive_sized(finer, derive.Derived(down, False, None), capacity, next(status))
                 maps.append(plan_sized(finer, level, down, False, room(down, finer, level), next(status)))
             levels.append((finer, maps))
         return levels
@@ -425,7 +426,9 @@ def test_bad_rows_are_told_and_are_nobodys_neighbours(device: torch.device, extr
         mapped = torch.where(expected >= 0, kept[expected.clamp(min=0).long()], -1)
         assert torch.equal(table[:, good], mapped)
         for geometry, to_children in GEOMETRIES.values():
-            derived = derive_sized(made, geometry, to_children, 80_000, status_of(device)[0])
+            derived = derive_sized(
+                made, derive.Derived(geometry, to_children, None), 80_000, status_of(device)[0]
+            )
             assert 0 < derived.count.item() <= 80_000
             plan(derived, derived, SAME, False)
 
@@ -456,7 +459,9 @@ def test_counts_are_clamped_and_told(device: torch.device, given: int, taken: in
     assert read() == [given, -1, -1]
     tensors, read = plan(made, made, SAME, False)
     assert read()[2] == (kernel_map(CoordSet(coords), 3).num_pairs if taken else 0)
-    derived = derive_sized(made, GEOMETRIES["k2s2"][0], False, 3600, status_of(device)[0])
+    derived = derive_sized(
+        made, derive.Derived(GEOMETRIES["k2s2"][0], False, None), 3600, status_of(device)[0]
+    )
     expected = derive.windows(CoordSet(coords[:taken]), GEOMETRIES["k2s2"][0])
     assert derived.count.tolist() == [expected.num]
     assert torch.equal(derived.coords[: expected.num].cpu(), expected.coords)
@@ -473,12 +478,12 @@ def test_a_set_without_room_is_empty_and_tells_its_need(
     need = derive.windows(CoordSet(coords), geometry).num
     source = sized_set(coords, 8000, device, bounds)
     status, read = status_of(device)
-    made = derive_sized(source, geometry, False, need - short, status)
+    made = derive_sized(source, derive.Derived(geometry, False, None), need - short, status)
     sites, outside, _ = read()
     assert outside == 0 and (sites > need - short if short and bounds == FAR else sites == need)
     assert made.count.tolist() == [0 if short else need]
     status, read = status_of(device)
-    below = derive_sized(made, geometry, False, 100 if short else 8000, status)
+    below = derive_sized(made, derive.Derived(geometry, False, None), 100 if short else 8000, status)
     assert (read()[0] == 0) == bool(short) and (below.count.item() == 0) == bool(short)
     tensors, read = plan(source, made, geometry, False)
     assert (read()[2] == 0) == bool(short)
@@ -513,7 +518,9 @@ def test_bounds_may_be_known_to_the_host(device: torch.device, name: str) -> Non
     for geometry, to_children in GEOMETRIES.values():
         known = dataclasses.replace(source, inner=None, bounds=exact.bounds)
         expected = (derive.children if to_children else derive.windows)(exact, geometry)
-        made = derive_sized(known, geometry, to_children, expected.num + 9, status_of(device)[0])
+        made = derive_sized(
+            known, derive.Derived(geometry, to_children, None), expected.num + 9, status_of(device)[0]
+        )
         assert made.inner is None and made.bounds == expected.bounds
         check_set(made, expected)
 
@@ -564,7 +571,7 @@ def test_sites_outside_the_range_are_told(device: torch.device) -> None:
     source = index_sized(*padded(coords, 10, device), bounds, status)
     geometry = Geometry((3, 1, 1), (1, 1, 1), (1, 1, 1), (1, 0, 0))
     status, read = status_of(device)
-    made = derive_sized(source, geometry, True, 100, status)
+    made = derive_sized(source, derive.Derived(geometry, True, None), 100, status)
     sites, outside, _ = read()
     assert outside != 0 and sites == 5 and made.count.tolist() == [5]
 
@@ -584,7 +591,7 @@ def test_bindings_refuse_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="pass_capacity"):
         plan_sized(made, made, SAME, False, (-1, 5), status)
     with pytest.raises(ValueError, match="capacity"):
-        derive_sized(made, GEOMETRIES["k2s2"][0], False, -1, status)
+        derive_sized(made, derive.Derived(GEOMETRIES["k2s2"][0], False, None), -1, status)
 
 
 @pytest.mark.gpu
@@ -598,7 +605,7 @@ def test_nothing_is_read_back() -> None:
     try:
         made = index_sized(*args, BOUNDS, status)
         for geometry, to_children in GEOMETRIES.values():
-            derived = derive_sized(made, geometry, to_children, 20_000, status)
+            derived = derive_sized(made, derive.Derived(geometry, to_children, None), 20_000, status)
             for reverse, (inputs, outputs) in itertools.product((False, True), ((made, derived),)):
                 plan(inputs, outputs, geometry, reverse)
     finally:

@@ -175,7 +175,7 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
     }
     for site, line in zip(sites, status, strict=False):
         room = int(site.rate * rows * _SET_SLACK) + _TILE
-        sets[site] = derive_sized(sets[site.source], *site.key[:2], room, line, site.key.shape)
+        sets[site] = derive_sized(sets[site.source], site.key, room, line)
     plans = []
     for wanted in maps:
         inputs, outputs = sets[wanted.inputs], sets[wanted.outputs]

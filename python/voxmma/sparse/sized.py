@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 
 from voxmma._extension import _C
-from voxmma._types import Triple
 from voxmma.sparse.coords import Bounds, first_duplicate, pack, unpack
 from voxmma.sparse.derive import _NONE, Derived, _candidates, _distinct, reach
 from voxmma.sparse.maps import Geometry, cpu_pairs, plan_rule, size_tensor
@@ -67,31 +66,22 @@ def index_sized(coords: torch.Tensor, count: torch.Tensor, bounds: Bounds, statu
     return SizedSet(coords, count, inner, index, bounds)
 
 
-def derive_sized(
-    source: SizedSet,
-    geometry: Geometry,
-    to_children: bool,
-    capacity: int,
-    status: torch.Tensor,
-    shape: Triple | None = None,
-) -> SizedSet:
-    """The sites of derive.windows, or with `to_children` of derive.children, of a set; sorted, like those.
-
-    `shape`: that of the grid in which they lie; None: no borders.
+def derive_sized(source: SizedSet, made: Derived, capacity: int, status: torch.Tensor) -> SizedSet:
+    """The output set `made` of a set; sorted, like that.
 
     status: [sites, not 0 where one was outside the bounds or the packable range, unused, unused]. Where there
     are more sites than `capacity`, the set is empty; if its bounds hold more than 2^27 cells, with the extent
     of each axis rounded up to a power of two, the number of sites is then some number above the capacity.
     """
-    bounds = reach(source.bounds, geometry, to_children, shape)
+    bounds = reach(source.bounds, *made)
     if source.coords.is_cuda:
         coords, count, inner, order, blocks = _C.derive_sized(
             source.coords,
             source.count,
             source.inner,
-            *geometry,
-            to_children,
-            shape or (),
+            *made.geometry,
+            made.to_children,
+            made.shape or (),
             bounds,
             capacity,
             status,
@@ -100,15 +90,15 @@ def derive_sized(
     rows = source.coords[: _number(source.count, source.coords)]
     keys, outside, inner = pack(rows), False, source.inner
     if len(rows):
-        keys, outside = _distinct(_candidates(rows, Derived(geometry, to_children, shape)))
+        keys, outside = _distinct(_candidates(rows, made))
         if inner is not None:
-            inner = inner.new_tensor(reach(tuple(inner.tolist()), geometry, to_children, shape))
-    made = unpack(keys)
+            inner = inner.new_tensor(reach(tuple(inner.tolist()), *made))
+    sites = unpack(keys)
     _tell(status, len(keys), int(outside), 0, 0)
     number = len(keys) if len(keys) <= capacity else 0
     index = _room(keys[:number], capacity, _NONE), _room(torch.arange(number, device=rows.device), capacity)
     count = torch.tensor([number], dtype=torch.int64, device=rows.device)
-    return SizedSet(_room(made[:number], capacity), count, inner, index, bounds)
+    return SizedSet(_room(sites[:number], capacity), count, inner, index, bounds)
 
 
 def plan_room(geometry: Geometry, reverse: bool, n_in: int, n_out: int) -> tuple[int, int, int, int]:

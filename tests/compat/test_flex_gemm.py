@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dense_grids import Grid, close, scene
 from torch import Tensor, nn
 
 import voxmma
@@ -21,6 +20,8 @@ from voxmma import compat
 from voxmma.compat import trellis2
 from voxmma.compat.flex_gemm.ops.grid_sample import grid_sample_3d
 from voxmma.compat.flex_gemm.ops.spconv import sparse_conv3d, sparse_submanifold_conv3d
+
+from dense_grids import Grid, close, scene
 
 SHAPE = (2, 4, 16, 16, 16)
 

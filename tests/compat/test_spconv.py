@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from spconv_networks import LIMITS, networks, scene, sparse_cat, start
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,6 +26,8 @@ import voxmma
 from voxmma import compat
 from voxmma.compat import spconv as package
 from voxmma.compat.spconv import pytorch as spconv
+
+from spconv_networks import LIMITS, networks, scene, sparse_cat, start
 
 # ---- spconv's rules on dense grids -----------------------------------------------------------------------
 

@@ -353,6 +353,8 @@ constexpr int empty_passes(int kernel_volume) { return (kernel_volume + kPassOff
 // Capacities that always suffice; a plan rarely comes near them.
 void plan_bounds(const PlanArgs&, int64_t* passes, int64_t* uniq4);
 cudaError_t build_plan(const PlanArgs&, cudaStream_t);
+// Several plans, in few launches: small ones are built side by side.
+cudaError_t build_plans(const PlanArgs* args, int count, cudaStream_t);
 
 // Neighbour table (K, n_out) int32, -1 = none, from a plan: for inspection and tests.
 cudaError_t plan_to_table(const PlanView&, int* table, cudaStream_t);

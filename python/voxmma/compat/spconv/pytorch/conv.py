@@ -162,7 +162,6 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
             **precision,
         )
         self._ran: tuple[Any, ...] = ()
-        self._read: tuple[Any, ...] = ()
         self.weight = nn.Parameter(torch.empty(out_channels, *size, in_channels, device=device, dtype=dtype))
         if bias:
             self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype))
@@ -204,35 +203,35 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
             raise TypeError(f"{self.config.layer} takes a SparseConvTensor, got {type(input).__name__}")
         if input.benchmark:
             return _timed(self, input, add_input)
-        return self._run(input, add_input)
-
-    def _run(self, input: SparseConvTensor, add_input: SparseConvTensor | None) -> SparseConvTensor:
-        own: dict[str, Any] = self._parameters
-        places, features = input._here, input._features
-        coords = places.coords
-        if places.ndim != self.ndim or features.shape[0] != coords.num:
+        places, features = input._here(), input._features
+        if places.ndim != self.ndim or features.size(0) != places.count:
             raise _misfit(self, places, features)
+        own: dict[str, Any] = self._parameters
+        coords = places.coords
         x = Voxels._make(coords, features, _ONE)
+        weight = self._kernel(own["weight"] if "weight" in own else self.weight)  # noqa: SIM401
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401  # which is slow to look up
-        weight = self._kernel(own)
         made = SparseConvTensor.__new__(SparseConvTensor)
         state = made.__dict__
         state.update(input.__dict__)
         if self.subm or self.conv1x1:
-            y = call(self._config_of(_SAME), x, weight, bias)
+            config, geometry = self._ran_as(None)
+            y = call(config, x, weight, bias)
             if self.indice_key is not None and not self.conv1x1:
-                self._remember(state, places, places)
+                self._remember(state, geometry, places, places)
         elif self.inverse:
             data = self._named(input)
-            y = call(self._config_of(data.geometry), x, weight, bias, kernel_map=data.back)
+            config, _ = self._ran_as(data.geometry)
+            y = call(config, x, weight, bias, kernel_map=data.back)
             state["_places"], state["spatial_shape"] = data.inputs, data.spatial_shape
         else:
-            y = call(self.config, x, weight, bias)
+            config, geometry = self._ran_as(None)
+            y = call(config, x, weight, bias)
             shape = y._coord_set.spatial_shape
             state["spatial_shape"] = grid = list(shape[: self.ndim])  # type: ignore[index]
             state["_places"] = out = Places(None, y._coord_set, grid, input.batch_size, self.ndim)
             if self.indice_key is not None:
-                self._remember(state, places, out)
+                self._remember(state, geometry, places, out)
         rows, state["_record"], state["_applied"] = y._feats, y._record, ()
         if self.record_voxel_count and self.training:
             self._buffers[_VOXELS_SEEN].clamp_(min=rows.shape[0])  # type: ignore[union-attr]
@@ -241,66 +240,49 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         state["_features"] = rows if self._activate is None else self._activate(rows)
         return made
 
-    def _kernel(self, own: dict[str, Any]) -> torch.Tensor:
-        """The weight as the products take it, (K, C_in, C_out), without a copy where that can be."""
-        weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
-        if torch.is_grad_enabled() and weight.requires_grad:
-            return self._view(weight)
-        held = self._read
-        if not held or held[0] is not weight or held[1] != weight.data_ptr() or held[2] is not weight.dtype:
-            # A view: what is written into the weight is seen.
-            held = self._read = (weight, weight.data_ptr(), weight.dtype, self._view(weight.detach()))
-        return held[3]
-
-    def _view(self, weight: torch.Tensor) -> torch.Tensor:
+    def _kernel(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight as the products take it, (K, C_in, C_out): a view."""
         if self.conv1x1:
             return weight.reshape(1, self.in_channels, self.out_channels)
         return weight.reshape(self.out_channels, -1, self.in_channels).permute(1, 2, 0)
 
-    def _config_of(self, geometry: Geometry | None) -> ConvConfig:
-        """The config with the geometry of the map that runs, made once: None stands for a submanifold map."""
+    def _ran_as(self, geometry: Geometry | None) -> tuple[Any, ...]:
+        """(config, geometry) that run over a map of this geometry, made once; None: a submanifold map."""
         ran = self._ran
         if ran and ran[0] is self.config and ran[1] == geometry:
             return ran[2]
         config = self.config
-        if geometry is None:
+        if self.subm or self.conv1x1:
             made = replace(config, stride=_ONE, padding=None, transposed=False, generative=False)
-        else:
+        elif geometry is not None:
             made = replace(
                 config, stride=geometry.stride, dilation=geometry.dilation, padding=geometry.padding
             )
-        self._ran = config, geometry, made
-        return made
+        else:
+            made = config
+        self._ran = config, geometry, (made, made.geometry)
+        return self._ran[2]
 
-    def _remember(self, state: dict[str, Any], inputs: Places, outputs: Places) -> None:
+    def _remember(self, state: dict[str, Any], geometry: Geometry, inputs: Places, outputs: Places) -> None:
         """Leaves the map under the layer's key, in a dict of the output's own."""
-        config = self._config_of(_SAME) if self.subm else self.config
-        geometry, key = config.geometry, self.indice_key
+        key = self.indice_key
         known: dict[Any, IndiceData] = state["indice_dict"]
         data = known.get(key)
         if data is not None:
-            self._check_same(data, geometry)
-            if data.is_of(inputs.coords, geometry):
+            if (
+                data.inputs._coords is inputs._coords
+                and data.geometry == geometry
+                and data.is_subm == self.subm
+            ):
                 return
+            self._check_same(data, geometry)
             if not self.subm:
                 raise ValueError(
-                    f"{config.layer}: indice_key={key!r} names a map of other voxels already; inverse layers "
-                    "could "
-                    "not tell which they mean"
+                    f"{self.config.layer}: indice_key={key!r} names a map of other voxels already; inverse "
+                    "layers could not tell which they mean"
                 )
-        shapes = (
-            list(inputs.coords.spatial_shape or ())[: self.ndim],
-            list(outputs.coords.spatial_shape or ()),
-        )
-        made = IndiceData(
-            inputs,
-            outputs,
-            geometry,
-            self.subm,
-            (shapes[0], shapes[1][: self.ndim]),
-            self.algo,
-            config.transposed,
-        )
+        sides = (list(side.coords.spatial_shape or ())[: self.ndim] for side in (inputs, outputs))
+        made = IndiceData(inputs, outputs, geometry, self.subm, sides, self.algo, self.transposed)
         state["indice_dict"] = {**known, key: made}
 
     def _check_same(self, data: IndiceData, geometry: Geometry) -> None:
@@ -357,13 +339,10 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         return ", ".join(parts)
 
 
-_SAME = None  # the geometry of a submanifold map, of the layer's own kernel
-
-
 def _misfit(layer: SparseConvolution, places: Places, features: torch.Tensor) -> ValueError:
     if places.ndim != layer.ndim:
         return ValueError(f"{layer.config.layer} takes {layer.ndim}-D indices, got {places.ndim}-D ones")
-    return ValueError(f"features has {features.shape[0]} rows, indices has {places.num}")
+    return ValueError(f"features has {features.shape[0]} rows, indices has {places.count}")
 
 
 def _activation(act_type: Any, alpha: float) -> Any:
@@ -388,7 +367,10 @@ def _timed(
     if layer.name is None:
         raise ValueError("benchmark=True needs names of layers: assign_name_for_sparse_modules(model)")
     clock = _Clock(input.features.device)
-    made = layer._run(input, add_input)
+    untimed = input.shadow_copy()
+    untimed.benchmark = False
+    made = layer(untimed, add_input)
+    made.benchmark = True
     entry = made.benchmark_record.setdefault(
         layer.name,
         {

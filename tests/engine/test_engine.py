@@ -681,6 +681,34 @@ def test_a_saved_engine_does_the_same(device: Device, tmp_path: Path) -> None:
         again(frame(3, device) / 0.0).get()
 
 
+def test_bounded_grids(device: Device, tmp_path: Path) -> None:
+    net = evaluated(NETWORKS["second"](), device)
+    shape = (40, 32, 32)
+
+    def bounded(n: int, seed: int) -> voxmma.Voxels:
+        x = frame(n, device, seed=seed, extent=32)
+        return voxmma.Voxels(x.coords, x.feats, 2, spatial_shape=shape)
+
+    engine = compile(net, bounded(400, 1))
+    engine.save(tmp_path / "net.engine")
+    again = load(tmp_path / "net.engine")
+    for n in (400, 7):
+        x = bounded(n, n)
+        with torch.no_grad():
+            wanted = net(x)
+        for got in (engine(x).get(), again((x.coords, x.feats)).get()):
+            assert_same(got, wanted)
+            assert [y.spatial_shape for y in got] == [y.spatial_shape for y in wanted]
+    coords = x.coords.clone()
+    coords[3, 2] = 32
+    with pytest.raises(ValueError, match=r"coords row 3 is .*: the engine's bounds are"):
+        engine((coords, x.feats)).get()
+    with pytest.raises(
+        ValueError, match=r"the input has spatial_shape None, the engine takes \(40, 32, 32\)"
+    ):
+        engine(frame(7, device))
+
+
 def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     """A copy of a file with another head."""
     with zipfile.ZipFile(path) as archive:

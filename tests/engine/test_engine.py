@@ -399,6 +399,8 @@ def test_further_examples_count(device: Device) -> None:
     assert engine.capacities[0] >= 700
     agree(engine, net, [a, b])
     assert "kernel_size (2, 2, 2)" in engine.levels()
+    dense = frame(300, device, batch=1, extent=8, seed=3)  # has a smaller share of coarse voxels
+    assert compile(net, dense, frames=[a]).capacities[1] > compile(net, dense).capacities[1]
     with pytest.raises(ValueError, match="capacity is 600, an example has 700 voxels"):
         compile(net, a, frames=[b], capacity=600)
     with pytest.raises(ValueError, match=r"levels\[1\] is 2, an example needs"):

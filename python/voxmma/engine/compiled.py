@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -220,6 +220,8 @@ class _Instance:
     graph: Any = None
     status: Tensor | None = None
     """(reports, 4) int64"""
+    limits: list[tuple[int, int]] = field(default_factory=list)
+    """on a GPU: passes and units of 4 unique rows that each map's plan may have"""
     pool: int = 0
     """bytes that the graph works in"""
 
@@ -323,10 +325,18 @@ class Engine:
                     buffers.append(torch.zeros(given.shape, dtype=given.dtype, device=self.device))
             made = _Instance(capacities, rooms, buffers, {})
             if self.device.type == "cuda":
+                made.limits = [
+                    self._plan_capacity(number, capacities, room) for number, room in enumerate(rooms)
+                ]
                 with torchflags.preserved():  # of whenever it grows
                     torchflags.restore(self._flags)
                     self._capture(made)
         return made
+
+    def _plan_capacity(self, number: int, capacities: Sequence[int], room: float) -> tuple[int, int]:
+        plan = self._program.plans[number]
+        rows = capacities[plan.source], capacities[plan.target]
+        return ops.plan_capacity(plan.geometry, plan.reverse, *rows, room)
 
     @_surroundings.undisturbed()
     def _run(self, made: _Instance, lanes: bool = False) -> None:
@@ -683,16 +693,11 @@ class Result:
 
     def _lacking(self, number: int, values: list[int]) -> float:
         """Room that a plan needs, 0 where it has it."""
-        engine, made = self._engine, self._made
-        if engine.device.type != "cuda":
+        limits = self._made.limits
+        if not limits or (values[0] <= limits[number][1] and values[1] <= limits[number][0]):
             return 0.0
-        plan = engine._program.plans[number]
-        sizes = (plan.geometry, plan.reverse, made.capacities[plan.source], made.capacities[plan.target])
-        passes, uniq = ops.plan_capacity(*sizes, made.rooms[number])
-        if values[0] <= uniq and values[1] <= passes:
-            return 0.0
-        usual = ops.plan_capacity(*sizes, 1.0)
-        return MARGIN * max(values[1] / usual[0], values[0] / usual[1])
+        passes, units = self._engine._plan_capacity(number, self._made.capacities, 1.0)
+        return MARGIN * max(values[1] / passes, values[0] / units)
 
     def _judge_input(self, level: int, values: list[int]) -> None:
         engine = self._engine

@@ -399,6 +399,8 @@ def test_further_examples_count(device: Device) -> None:
     assert engine.capacities[0] >= 700
     agree(engine, net, [a, b])
     assert "kernel_size (2, 2, 2)" in engine.levels()
+    dense = frame(300, device, batch=1, extent=8, seed=3)  # has a smaller share of coarse voxels
+    assert compile(net, dense, frames=[a]).capacities[1] > compile(net, dense).capacities[1]
     with pytest.raises(ValueError, match="capacity is 600, an example has 700 voxels"):
         compile(net, a, frames=[b], capacity=600)
     with pytest.raises(ValueError, match=r"levels\[1\] is 2, an example needs"):
@@ -679,6 +681,34 @@ def test_a_saved_engine_does_the_same(device: Device, tmp_path: Path) -> None:
         assert_same(list(got.values()), list(wanted.values()), exact=True)
     with pytest.raises(ValueError, match="is not finite"):
         again(frame(3, device) / 0.0).get()
+
+
+def test_bounded_grids(device: Device, tmp_path: Path) -> None:
+    net = evaluated(NETWORKS["second"](), device)
+    shape = (40, 32, 32)
+
+    def bounded(n: int, seed: int) -> voxmma.Voxels:
+        x = frame(n, device, seed=seed, extent=32)
+        return voxmma.Voxels(x.coords, x.feats, 2, spatial_shape=shape)
+
+    engine = compile(net, bounded(400, 1))
+    engine.save(tmp_path / "net.engine")
+    again = load(tmp_path / "net.engine")
+    for n in (400, 7):
+        x = bounded(n, n)
+        with torch.no_grad():
+            wanted = net(x)
+        for got in (engine(x).get(), again((x.coords, x.feats)).get()):
+            assert_same(got, wanted)
+            assert [y.spatial_shape for y in got] == [y.spatial_shape for y in wanted]
+    coords = x.coords.clone()
+    coords[3, 2] = 32
+    with pytest.raises(ValueError, match=r"coords row 3 is .*: the engine's bounds are"):
+        engine((coords, x.feats)).get()
+    with pytest.raises(
+        ValueError, match=r"the input has spatial_shape None, the engine takes \(40, 32, 32\)"
+    ):
+        engine(frame(7, device))
 
 
 def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:

@@ -58,16 +58,6 @@ __device__ __forceinline__ int64_t weight_at(int kernel_volume, int groups, int 
          (transpose ? static_cast<int64_t>(co) * c_in + ci : static_cast<int64_t>(ci) * c_out + co);
 }
 
-template <class To>
-__device__ __forceinline__ To load_as(const void* values, DType dtype, int64_t i) {
-  switch (dtype) {
-    case DType::f16: return convert<To>(static_cast<const __half*>(values)[i]);
-    case DType::bf16: return convert<To>(static_cast<const __nv_bfloat16*>(values)[i]);
-    case DType::f32: return convert<To>(static_cast<const float*>(values)[i]);
-    default: return convert<To>(static_cast<const double*>(values)[i]);
-  }
-}
-
 // This lane's share of the flags: loaded ahead, to be voted on later.
 __device__ __forceinline__ uint32_t load_flags(const RawWeights& raw) {
   uint32_t any = 0;

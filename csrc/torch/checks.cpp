@@ -181,6 +181,32 @@ Shape check_wgrad(const Tensor& x, const Tensor& dy, TensorList map, int64_t ker
   return {kernel_volume, groups, x.size(1) / groups, dy.size(1) / groups, check_out_dtype(out_dtype, x.scalar_type())};
 }
 
+void check_norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
+                const OptTensor& running_var, const OptTensor& residual) {
+  check_tensor("x", x, 2, x);
+  TORCH_CHECK(x.size(0) >= 2, "x has ", x.size(0), " row(s), of which there are no statistics");
+  const auto check = [&](const char* name, const OptTensor& t) {
+    if (!t.has_value()) return;
+    check_tensor(name, *t, 1, x);
+    TORCH_CHECK(t->size(0) == x.size(1), name, " has ", t->size(0), " entries for ", x.size(1), " channels");
+  };
+  check("weight", weight);
+  check("bias", bias);
+  check("running_mean", running_mean);
+  check("running_var", running_var);
+  TORCH_CHECK(running_mean.has_value() == running_var.has_value(), "running_mean and running_var go together");
+  if (running_mean.has_value()) {
+    TORCH_CHECK(running_mean->is_contiguous() && running_var->is_contiguous() &&
+                    running_mean->scalar_type() == running_var->scalar_type(),
+                "running_mean and running_var must be contiguous and of one dtype");
+  }
+  if (!residual.has_value()) return;
+  check_tensor("residual or gradient", *residual, 2, x);
+  TORCH_CHECK(residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type(),
+              "residual or gradient must be ", dtype_name(x.scalar_type()), " of shape ", x.sizes(), ", got ",
+              dtype_name(residual->scalar_type()), " of shape ", residual->sizes());
+}
+
 ScalarType winner_dtype(int64_t kernel_volume) { return kernel_volume < 256 ? at::kByte : at::kShort; }
 
 void check_pool(const Tensor& x, const OptTensor& in_count, const OptTensor& out_count, const OptTensor& winner,

@@ -164,7 +164,9 @@ void check_fused(const Shape& s, int64_t n_out, const OptTensor& residual, strin
               "out must have adjacent channels and rows that do not overlap, got strides ", out->strides());
   at::assert_no_internal_overlap(*out);
   at::assert_no_overlap(*out, x);
-  if (residual.has_value()) at::assert_no_overlap(*out, *residual);
+  if (!residual.has_value()) return;
+  at::assert_no_overlap(*out, *residual);
+  TORCH_CHECK(out->numel() == 0 || out->data_ptr() != residual->data_ptr(), "out and residual are the same memory");
 }
 
 Shape check_wgrad(const Tensor& x, const Tensor& dy, TensorList map, int64_t kernel_volume, int64_t groups,

@@ -295,6 +295,8 @@ def test_what_it_refuses(device: torch.device) -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             into(x, w, bias, *case.geometry(), accum, tile, out=out)
+    with pytest.raises(RuntimeError, match="same memory"):
+        into(x, w, bias, *case.geometry(), accum, tile, out=wide[:, :8], residual=wide[:, :8])
     version = wide._version
     into(x, w, bias, *case.geometry(), accum, tile, out=wide[:, :8])
     assert wide._version > version

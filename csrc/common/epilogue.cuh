@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_elements(T* p, const A (&v)[N], int valid,
 
 // As torch's functions: NaN stays NaN.
 template <int N, class A>
-__device__ __forceinline__ void activate(A (&v)[N], Activation function, float slope) {
+__device__ __forceinline__ void activate(A (&v)[N], Activation function, double slope) {
   const auto each = [&](auto f) {
 #pragma unroll
     for (int i = 0; i < N; ++i) v[i] = f(v[i]);
@@ -83,7 +83,7 @@ __device__ __forceinline__ void activate(A (&v)[N], Activation function, float s
 
 // d[i] *= the derivative at v[i].
 template <int N, class A>
-__device__ __forceinline__ void activate_gradient(A (&d)[N], const A (&v)[N], Activation function, float slope) {
+__device__ __forceinline__ void activate_gradient(A (&d)[N], const A (&v)[N], Activation function, double slope) {
   const auto each = [&](auto f) {
 #pragma unroll
     for (int i = 0; i < N; ++i) d[i] = f(d[i], v[i]);

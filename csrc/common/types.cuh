@@ -95,5 +95,12 @@ __device__ __forceinline__ uint32_t pack2(float x, float y) {
 __device__ __forceinline__ float2 unpack_half2(uint32_t v) {
   return __half22float2(reinterpret_cast<const __half2&>(v));
 }
+template <class T>
+__device__ __forceinline__ float2 unpack2(uint32_t v) {
+  if constexpr (std::is_same_v<T, __half>)
+    return unpack_half2(v);
+  else
+    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(v));
+}
 
 }  // namespace voxmma

@@ -99,7 +99,7 @@ struct Epilogue {
   const void* residual;  // (n_out, ldr) of out_dtype, must not overlap `out`; null: none
   int64_t ldr;
   Activation activation;
-  float slope;  // of leaky_relu
+  double slope;  // of leaky_relu
 };
 
 // Arguments of one launch. Channels are per group; strides are in elements.
@@ -189,7 +189,7 @@ struct NormArgs {
   const void* residual;  // (n, channels), `ldr` elements from row to row; or null
   int64_t ldr;
   Activation activation;
-  float slope;
+  double slope;
   void* stats;      // [4][channels] fp32 (fp64): mean, invstd, invstd * weight, bias. Written forward, read backward
   void* workspace;  // norm_workspace bytes
   int sm_count;

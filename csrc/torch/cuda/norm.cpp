@@ -26,7 +26,7 @@ NormArgs norm_args(const Launch& on, const Tensor& x, const OptTensor& residual,
     args.ldr = own.residual.stride(0);
   }
   args.activation = static_cast<Activation>(activation_index(activation));
-  args.slope = static_cast<float>(slope);
+  args.slope = slope;
   args.stats = stats.data_ptr();
   args.sm_count = on.info.sm_count;
   return args;

@@ -527,8 +527,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       for (uint32_t round = 0, item; (item = dealt(round, worker(), workers())) < items; ++round) {
         const int within = int(item % per_tile);
         const int block = C::kSwap && round % 2 != 0 ? C::kConsumers - 1 - group_id : group_id;
-        add_nonfinite<dtype_of<T>>(args, load_scheduled(plan.schedule, item / per_tile), block * 64 + (warp % 4) * 16,
-                                   within / blocks_n, within % blocks_n * BN, BN);
+        add_nonfinite<dtype_of<T>, false, Fused>(args, load_scheduled(plan.schedule, item / per_tile),
+                                                 block * 64 + (warp % 4) * 16, within / blocks_n,
+                                                 within % blocks_n * BN, BN);
       }
     }
   }

@@ -221,9 +221,8 @@ class PreparedConv:
         residual: Tensor | None,
         activation: str,
         slope: float,
-        out: Tensor | None,
     ) -> Tensor:
-        """torch.ops.voxmma.conv_fused, or conv_fused_into where there is an `out`, which is returned."""
+        """torch.ops.voxmma.conv_fused."""
 
 def operand_facts(x: Tensor, weight: Tensor, bias: Tensor | None) -> bytes | None:
     """Types and shapes of the operands, autocast, inference mode; None where they are on several devices."""

@@ -274,8 +274,8 @@ class SparseConvTensor:
             raise TypeError(f"indices must be an int32 tensor, got {what}")
         if indices.dim() != 2 or not 2 <= indices.shape[1] <= 4:
             raise ValueError(
-                f"indices must be (N, ndim + 1) rows of batch and 1 to 3 coordinates, got "
-                f"{tuple(indices.shape)}"
+                f"indices must be (N, ndim + 1) rows of batch and 1 to 3 coordinates, "
+                f"got {tuple(indices.shape)}"
             )
         return Places.of(indices, self.spatial_shape, self.batch_size)
 

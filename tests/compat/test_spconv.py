@@ -466,7 +466,11 @@ def test_copies_and_pickles() -> None:
         ({"indices": torch.zeros(3, 5).int()}, ValueError, r"indices must be \(N, ndim \+ 1\)"),
         ({"spatial_shape": [4, 4]}, TypeError, "spatial_shape must be an int or 3 of them"),
         ({"batch_size": 1.5}, TypeError, "batch_size must be an int"),
-        ({"indices": torch.tensor([[0, 0, 0, 0], [0, 1, 4, 1], [0, 2, 2, 2]]).int()}, ValueError, "row 1"),
+        (
+            {"indices": torch.tensor([[0, 0, 0, 0], [0, 1, 4, 1], [0, 2, 2, 2]]).int()},
+            ValueError,
+            "indices row 1",
+        ),
         ({"indices": torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1], [0, 2, 2, 2]]).int()}, ValueError, "row 1"),
         ({"features": torch.zeros(2, 2)}, ValueError, "features has 2 rows, indices has 3"),
     ],
@@ -699,7 +703,8 @@ def test_activations_additions_and_counts() -> None:
         layer = spconv.conv.SparseConvolution(3, 2, 2, 3, subm=True, act_type=act, act_alpha=0.3).double()
         plain = spconv.SubMConv3d(2, 2, 3).double()
         plain.load_state_dict(layer.state_dict())
-        torch.testing.assert_close(layer(x, add_input=x).features, want(plain(x).features + x.features))
+        for made in (layer, pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+            torch.testing.assert_close(made(x, add_input=x).features, want(plain(x).features + x.features))
     layer = spconv.SparseConv3d(2, 3, 3, 2, 1, record_voxel_count=True).double()
     rows = len(layer(x).features)
     layer(small(shape=(3, 3, 3)))

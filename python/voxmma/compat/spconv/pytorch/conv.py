@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -357,7 +358,7 @@ def _activation(act_type: Any, alpha: float) -> Any:
         "None_": None,
         "ReLU": torch.relu,
         "Sigmoid": torch.sigmoid,
-        "LeakyReLU": lambda rows: nn.functional.leaky_relu(rows, alpha),
+        "LeakyReLU": partial(nn.functional.leaky_relu, negative_slope=alpha),
     }
     if name not in known:
         raise ValueError(f"act_type must be one of None_, ReLU, Sigmoid and LeakyReLU, got {act_type!r}")

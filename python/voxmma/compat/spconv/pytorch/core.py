@@ -131,7 +131,10 @@ class Places:
             batch, grid = integer(self.batch), padded(sizes(self.shape, self.ndim, "spatial_shape"), 1)
             if batch is None:
                 raise TypeError(f"batch_size must be an int, got {self.batch!r}")
-            self._coords = CoordSet(rows, batch, grid, "keep")
+            try:
+                self._coords = CoordSet(rows, batch, grid, "keep")
+            except (TypeError, ValueError) as error:
+                raise type(error)(str(error).replace("coords", "indices")) from None
         return self._coords
 
     def __reduce__(self) -> tuple[Any, ...]:

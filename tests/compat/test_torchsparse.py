@@ -566,3 +566,17 @@ def test_install_gives_the_same_modules() -> None:
         _ = spnn.InstanceNorm
     with pytest.raises(ValueError, match="version"):
         options.configure(version=3)
+
+
+def test_inference_mode(device: torch.device) -> None:
+    net = nn.Sequential(
+        spnn.Conv3d(4, 4, 3), spnn.Conv3d(4, 4, 2, 2), spnn.Conv3d(4, 4, 2, 2, transposed=True)
+    )
+    net = net.double().to(device).eval()
+    coords, feats = scene(0, HIGH, 100, 4)
+    wanted = net(SparseTensor(feats.to(device), coords.to(device)))
+    with torch.inference_mode():
+        x = SparseTensor(feats.to(device) * 1, coords.to(device) + 0)
+        y = net(x)
+        assert x.coords.is_inference() and y.coord_set is x.coord_set and torch.equal(y.F, wanted.F)
+    assert net(SparseTensor(feats.to(device), coords.to(device).clone())).F.requires_grad

@@ -16,9 +16,9 @@ from voxmma.sparse.coords import gather_rows, kernels_take
 def weighted(feats: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     """(M, C) in the dtype of feats: y[i] = sum over k of weights[i, k] * feats[rows[i, k]] for feats (N, C).
 
-    rows (M, K) integers, K up to 8, negative = none; weights (M, K) of any float dtype. Weights and sums are fp64 for
-    fp64 features, else fp32, added up serially in k: CPU and GPU give the same bits. Differentiable in feats,
-    deterministic.
+    rows (M, K) integers, K up to 8, negative = none; weights (M, K) of any float dtype. Weights and sums are
+    fp64 for fp64 features, else fp32, added up serially in k: CPU and GPU give the same bits. Differentiable
+    in feats, deterministic.
     """
     _check(rows)
     if len(feats) and kernels_take(feats):

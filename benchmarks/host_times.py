@@ -182,7 +182,9 @@ def main() -> None:
         return
     folders = [None] if given.against is None else [None, given.against]
     rows = measure(folders, given.device, given.starts, given.rounds, given.repeats)
-    text = json.dumps({"device": given.device, "voxels": VOXELS, "channels": CHANNELS, "rows": rows}, indent=1)
+    text = json.dumps(
+        {"device": given.device, "voxels": VOXELS, "channels": CHANNELS, "rows": rows}, indent=1
+    )
     print(text)
     if given.out is not None:
         given.out.write_text(text + "\n")

@@ -91,7 +91,7 @@ def _made_once(source: CoordSet, geometry: Geometry, to_children: bool, limit: i
 
 def _make(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
     if source.device.type == "cuda":
-        refuse_capture(f"the output coordinates of a layer ({_kernel(geometry)})", source.device)
+        refuse_capture(lambda: f"the output coordinates of a layer ({_kernel(geometry)})", source.device)
         made = _make_cuda(source, geometry, to_children, limit)
     else:
         with torch.inference_mode(False), torch.no_grad():

@@ -8,6 +8,7 @@ is its own opposite with the offsets mirrored.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -74,7 +75,7 @@ class Direction:
         """KernelMap.counts, once asked for"""
         self._num_pairs = num_pairs
         self._stats = stats
-        self._lock = new_lock()
+        self._lock = contextlib.nullcontext() if stats is None else new_lock()
 
     @property
     def num_pairs(self) -> int:
@@ -272,7 +273,7 @@ class KernelMap:
         if made is None:
             if torch.compiler.is_compiling():  # a traced tensor is one of its graph
                 return self._count(direction)
-            with direction._lock, torch.inference_mode(False), torch.no_grad():
+            with self._core.lock, torch.inference_mode(False), torch.no_grad():
                 made = direction.counts
                 if made is None:
                     what = "the neighbour counts of a kernel map"
@@ -312,8 +313,7 @@ class KernelMap:
             if made is not None:
                 return made
             if self.device.type == "cuda":
-                kind = "the transposed kernel map" if self.reverse else "the kernel map"
-                refuse_capture(f"{kind} (kernel_size {self.kernel_size}, stride {self.stride})", self.device)
+                refuse_capture(self._what, self.device)
                 made = _build_cuda(self.in_coords, self.out_coords, core.geometry, self.reverse)
             else:
                 # Normal tensors also under inference_mode: a later training pass saves them for its backward.
@@ -323,6 +323,10 @@ class KernelMap:
                     )
             core.sides[self.reverse] = made
             return made
+
+    def _what(self) -> str:
+        kind = "the transposed kernel map" if self.reverse else "the kernel map"
+        return f"{kind} (kernel_size {self.kernel_size}, stride {self.stride})"
 
     @property
     def core(self) -> MapCore:
@@ -687,8 +691,7 @@ def _build_cuda(in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, r
 
 def _size(in_coords: CoordSet, out_coords: CoordSet) -> torch.Tensor:
     """What tells the ops, by its shape alone, between how many rows a map leads."""
-    with torch.inference_mode(False):
-        return torch.empty((0, in_coords.num, out_coords.num), dtype=torch.int32, device=in_coords.device)
+    return _C.map_size(in_coords._coords, in_coords.num, out_coords.num)
 
 
 def _build_cpu(

@@ -149,7 +149,7 @@ class Server:
 
 
 def measure(folders: list[str | None], device: str, starts: int, rounds: int, repeats: int) -> dict[str, Any]:
-    """Least times of every case for each folder, in `starts` processes each, `rounds` turns in each of them."""
+    """Least times of every case for each folder: `starts` processes, `rounds` turns in each of them."""
     best: dict[str, list[float]] = {}
     for _ in range(starts):
         servers = [Server(folder, device, repeats) for folder in folders]

@@ -62,7 +62,7 @@ def write_count(tensors: tuple[object, ...]) -> int:
     """
 
 def map_size(like: Tensor, n_in: int, n_out: int) -> Tensor:
-    """Empty int32 of shape (0, n_in, n_out) on the device of `like`, a normal tensor under inference_mode, too."""
+    """Empty int32 of shape (0, n_in, n_out) on the device of `like`, never an inference tensor."""
 
 class StreamEvent:
     """An event behind what a CUDA device's current stream had to do when `record` was called."""

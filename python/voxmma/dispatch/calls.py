@@ -66,10 +66,8 @@ def call(
     _check_operands(x, weight, bias, config.volume, config.groups)
     mapping, out, stride = resolve_map(
         x,
-        config.kernel_size,
-        config.stride,
-        config.dilation,
-        config.padding,
+        config.geometry,
+        config.padding is not None,
         config.transposed,
         config.generative,
         coords,

@@ -13,7 +13,7 @@ from voxmma._types import DTYPE_NAMES, Triple, positive, triple
 from voxmma.dispatch import settings
 from voxmma.ops.kernels import parse_accumulator
 from voxmma.sparse.derive import check_max_voxels
-from voxmma.sparse.maps import MAX_KERNEL, MAX_OFFSET, MAX_STRIDE, Geometry, padding_triple
+from voxmma.sparse.maps import MAX_KERNEL, MAX_OFFSET, MAX_STRIDE, Geometry, geometry_of, padding_triple
 
 KernelSize = int | tuple[int, int, int]
 
@@ -33,10 +33,9 @@ def stride_triple(stride: KernelSize) -> Triple:
     return triple(stride, "stride", 1, MAX_STRIDE)
 
 
-def check_window(
-    size: Triple, stride: Triple, dilation: Triple, padding: Triple, generative: bool = False
-) -> None:
-    """ValueError if `padding` shifts the window of a layer whose outputs are the voxels of its input."""
+def check_window(geometry: Geometry, generative: bool = False) -> None:
+    """ValueError if the padding shifts the window of a layer whose outputs are the voxels of its input."""
+    size, stride, dilation, padding = geometry
     if stride != (1, 1, 1) or generative:
         return
     usual = padding_triple(None, size, dilation)
@@ -91,6 +90,7 @@ class ConvConfig:
     out_dtype: torch.dtype | None = None
     layer: str = "convolution"
     """name for the record"""
+    geometry: Geometry = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -98,9 +98,10 @@ class ConvConfig:
         self._put("kernel_size", size)
         self._put("stride", stride_triple(self.stride))
         self._put("dilation", dilation)
+        self._put("geometry", geometry_of(size, dilation, self.stride, self.padding))
         self._put("groups", positive(self.groups, "groups"))
         if self.padding is not None:
-            self._put("padding", padding_triple(self.padding, size, dilation))
+            self._put("padding", self.geometry.padding)
         if self.max_voxels is not None:
             self._put("max_voxels", check_max_voxels(self.max_voxels))
         settings.check_flag(self.use_fp16_accum, "use_fp16_accum")
@@ -128,11 +129,6 @@ class ConvConfig:
     def volume(self) -> int:
         """Number of offsets K."""
         return math.prod(self.kernel_size)
-
-    @property
-    def geometry(self) -> Geometry:
-        padding = padding_triple(self.padding, self.kernel_size, self.dilation)
-        return Geometry(self.kernel_size, self.stride, self.dilation, padding)
 
 
 _known: dict[tuple[Any, ...], ConvConfig] = {}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from voxmma._types import Triple, as_tensor
-from voxmma.dispatch.config import KernelSize, check_window
+from voxmma.dispatch.config import check_window
 from voxmma.sparse.coords import CoordSet
-from voxmma.sparse.maps import KernelMap, padding_triple
-from voxmma.sparse.maps import kernel_map as build_kernel_map
+from voxmma.sparse.maps import Geometry, KernelMap, map_over
 from voxmma.sparse.tensor import Voxels
 
 Target = Voxels | CoordSet | torch.Tensor
@@ -16,10 +15,8 @@ Target = Voxels | CoordSet | torch.Tensor
 
 def resolve_map(
     x: Voxels,
-    kernel_size: Triple,
-    stride: Triple,
-    dilation: Triple,
-    padding: KernelSize | None,
+    geometry: Geometry,
+    said_padding: bool,
     transposed: bool = False,
     generative: bool = False,
     coords: Target | None = None,
@@ -28,35 +25,23 @@ def resolve_map(
 ) -> tuple[KernelMap, CoordSet, Triple]:
     """The map a layer runs over, its output coordinates and their tensor stride.
 
-    Arguments as in `spatially_sparse_conv`, `given` its `kernel_map`.
+    Arguments as in `spatially_sparse_conv`, `given` its `kernel_map`, whose padding counts where the call has
+    not said any.
     """
+    stride = geometry.stride
     if given is None:
         target = coords.coord_set if isinstance(coords, Voxels) else as_tensor(coords, "coords")
         if isinstance(target, torch.Tensor):
             target = CoordSet(target, x.batch_size)
         if target is not None and not isinstance(target, CoordSet):
             raise TypeError(f"coords must be a Voxels, a CoordSet or a tensor, got {type(coords).__name__}")
-        if padding is not None and target is None and stride == (1, 1, 1):
-            pad = padding_triple(padding, kernel_size, dilation)
-            check_window(kernel_size, stride, dilation, pad, generative)
-        made = build_kernel_map(
-            x.coord_set,
-            kernel_size,
-            dilation=dilation,
-            stride=stride,
-            padding=padding,
-            out_coords=target,
-            transposed=transposed,
-            generative=generative,
-            max_voxels=max_voxels,
-        )
+        if said_padding and target is None and stride == (1, 1, 1):
+            check_window(geometry, generative)
+        made = map_over(x._coord_set, geometry, target, transposed, generative, max_voxels)
     else:
         if coords is not None:
             raise ValueError("coords and kernel_map exclude each other: the map leads to its own coordinates")
-        geometry = {"kernel_size": kernel_size, "dilation": dilation, "stride": stride}
-        if padding is not None:
-            geometry["padding"] = padding_triple(padding, kernel_size, dilation)
-        _check_map(given, x, geometry, transposed)
+        _check_map(given, x, geometry, said_padding, transposed)
         made = given
     if made.out_coords is made.in_coords:
         return made, x.coord_set, x.stride
@@ -66,11 +51,13 @@ def resolve_map(
     return made, made.out_coords, (a, b, c)
 
 
-def _check_map(given: KernelMap, x: Voxels, geometry: dict[str, Triple], transposed: bool) -> None:
+def _check_map(
+    given: KernelMap, x: Voxels, geometry: Geometry, said_padding: bool, transposed: bool
+) -> None:
     if not isinstance(given, KernelMap):
         raise TypeError(f"kernel_map must be a voxmma.KernelMap, got {type(given).__name__}")
-    for name, mine in geometry.items():
-        theirs = getattr(given, name)
+    for name in ("kernel_size", "dilation", "stride", "padding")[: 4 if said_padding else 3]:
+        mine, theirs = getattr(geometry, name), getattr(given, name)
         if theirs != mine:
             raise ValueError(f"kernel_map was built for {name}={theirs}, the call says {mine}")
     if given.device != x.feats.device:

@@ -95,7 +95,7 @@ def _capturing(index: int) -> bool:
 
 
 def refuse_capture(what: str | Callable[[], str], device: torch.device) -> None:
-    """RuntimeError where work on a GPU is being captured into a CUDA graph. `what`: the text, or what makes it."""
+    """RuntimeError where work on a GPU is being captured into a CUDA graph. `what` may say it when called."""
     if device.type == "cuda" and _raw_stream is not None and _capturing(device.index):
         raise _captured(what if isinstance(what, str) else what())
 

@@ -247,9 +247,8 @@ class CoordSet:
         if self.num == 0:
             return -1, -1, -1, -1
         low, high = (bound.tolist() for bound in torch.aminmax(self._coords, dim=0))
-        if not (
-            0 <= low[0] and high[0] <= BATCH_MAX and COORD_MIN <= min(low[1:]) and max(high[1:]) <= COORD_MAX
-        ):
+        batches, columns = low[0] >= 0 and high[0] <= BATCH_MAX, (min(low[1:]), max(high[1:]))
+        if not batches or columns[0] < COORD_MIN or columns[1] > COORD_MAX:
             return first_unpackable(self._coords), -1, -1, -1
         keys, order = self.sorted_keys()
         repeated = torch.nonzero(keys[1:] == keys[:-1]).flatten() + 1

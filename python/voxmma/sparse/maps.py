@@ -541,11 +541,22 @@ def kernel_map(
             batch sizes; more than `max_voxels` outputs, before they come into being.
         RuntimeError: the coordinates are on a GPU and this build has no CUDA kernels.
     """
-    source = _coord_set(in_coords, "in_coords")
     cubic = type(kernel_size) is type(dilation) is type(stride) is int and padding is None
-    make = _cubic_geometry if cubic and not torch.compiler.is_compiling() else _geometry
+    make = _cubic_geometry if cubic and not torch.compiler.is_compiling() else geometry_of
     geometry = make(kernel_size, dilation, stride, padding)
-    step = geometry.stride
+    return map_over(in_coords, geometry, out_coords, transposed, generative, max_voxels)
+
+
+def map_over(
+    in_coords: CoordSet | Voxels,
+    geometry: Geometry,
+    out_coords: CoordSet | Voxels | None,
+    transposed: bool,
+    generative: bool,
+    max_voxels: int | None,
+) -> KernelMap:
+    """`kernel_map` of a geometry that has been checked."""
+    source, step = _coord_set(in_coords, "in_coords"), geometry.stride
     flipped = False  # cached on the set that the other one was made from
     if out_coords is not None:
         target = _coord_set(out_coords, "out_coords")
@@ -575,13 +586,13 @@ def kernel_map(
     return made._built()
 
 
-def _geometry(
+def geometry_of(
     kernel_size: int | Sequence[int],
     dilation: int | Sequence[int],
     stride: int | Sequence[int],
     padding: int | Sequence[int] | None,
 ) -> Geometry:
-    """The arguments of `kernel_map`, checked."""
+    """The arguments of `kernel_map`, checked: TypeError or ValueError naming the one that is wrong."""
     size = triple(kernel_size, "kernel_size", 1, MAX_KERNEL)
     step = triple(stride, "stride", 1, MAX_STRIDE)
     spread = triple(dilation, "dilation", 1, MAX_OFFSET)
@@ -593,7 +604,7 @@ def _geometry(
 
 
 #: The same for plain ints: equal arguments of other types, such as True, must not find what 1 left.
-_cubic_geometry = functools.lru_cache(maxsize=256)(_geometry)
+_cubic_geometry = functools.lru_cache(maxsize=256)(geometry_of)
 
 
 def traceable(x: CoordSet, geometry: Geometry, elsewhere: bool = False) -> bool:

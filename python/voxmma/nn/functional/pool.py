@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from voxmma._dynamo import eager
-from voxmma.dispatch.config import KernelSize, dilation_triple, kernel_triple, stride_triple
+from voxmma.dispatch.config import KernelSize, kernel_triple
 from voxmma.dispatch.mapping import Target, resolve_map
 from voxmma.sparse.coords import CoordSet
-from voxmma.sparse.maps import Geometry, KernelMap, padding_triple, traceable
+from voxmma.sparse.maps import Geometry, KernelMap, geometry_of, traceable
 from voxmma.sparse.points import FEATURE_DTYPES
 from voxmma.sparse.segments import sample_argmax, sample_mean, sample_sum, statistics_break
 from voxmma.sparse.tensor import Voxels
@@ -35,9 +35,8 @@ def _windowed(
     kernel_map: KernelMap | None,
 ) -> tuple[KernelMap, CoordSet, tuple[int, int, int]]:
     _check(x)
-    size = kernel_triple(kernel_size)
-    step = size if stride is None else stride_triple(stride)
-    return resolve_map(x, size, step, dilation_triple(dilation), padding, coords=coords, given=kernel_map)
+    geometry = geometry_of(kernel_size, dilation, kernel_size if stride is None else stride, padding)
+    return resolve_map(x, geometry, padding is not None, coords=coords, given=kernel_map)
 
 
 def _breaks(
@@ -52,9 +51,7 @@ def _breaks(
     """Whether torch.compile has to leave a pooling to eager code; see voxmma.sparse.maps.traceable."""
     if not torch.compiler.is_compiling() or kernel_map is not None or not isinstance(x, Voxels):
         return False
-    size, spread = kernel_triple(kernel_size), dilation_triple(dilation)
-    step = size if stride is None else stride_triple(stride)
-    geometry = Geometry(size, step, spread, padding_triple(padding, size, spread))
+    geometry = geometry_of(kernel_size, dilation, kernel_size if stride is None else stride, padding)
     return not traceable(x.coord_set, geometry, coords is not None)
 
 
@@ -300,9 +297,8 @@ def unpool(
     if torch.compiler.is_compiling() and coords is None and not x.coord_set.traced:
         return _unpool_outside(x, stride, generative=generative, max_voxels=max_voxels)
     size = kernel_triple(stride)
-    over, out_coords, out_stride = resolve_map(
-        x, size, size, (1, 1, 1), 0, True, generative, coords, max_voxels
-    )
+    geometry = Geometry(size, size, (1, 1, 1), (0, 0, 0))
+    over, out_coords, out_stride = resolve_map(x, geometry, True, True, generative, coords, max_voxels)
     return Voxels._make(out_coords, _sum(x.feats, over), out_stride)
 
 

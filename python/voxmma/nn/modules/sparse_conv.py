@@ -133,8 +133,8 @@ class SparseConv3d(nn.Module):
             accumulator,
             compute_dtype,
         )
-        size, step, spread, pad = config.geometry
-        check_window(size, step, spread, pad, generative)
+        size, pad = config.geometry.kernel_size, config.geometry.padding
+        check_window(config.geometry, generative)
         name = f"{type(self).__name__}({in_channels}, {out_channels}, {'x'.join(map(str, size))})"
         self.config = replace(config, padding=pad, layer=name)
         self.in_channels = in_channels
@@ -159,7 +159,7 @@ class SparseConv3d(nn.Module):
         """The map that `forward(x, coords=coords)` runs over; its `transposed()` is that of the layer's
         inverse."""
         c = self.config
-        return resolve_map(x, *c.geometry, c.transposed, c.generative, coords, c.max_voxels)[0]
+        return resolve_map(x, c.geometry, True, c.transposed, c.generative, coords, c.max_voxels)[0]
 
     def forward(
         self, x: Voxels, kernel_map: KernelMap | None = None, *, coords: Target | None = None

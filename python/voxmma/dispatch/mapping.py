@@ -51,9 +51,7 @@ def resolve_map(
     return made, made.out_coords, (a, b, c)
 
 
-def _check_map(
-    given: KernelMap, x: Voxels, geometry: Geometry, said_padding: bool, transposed: bool
-) -> None:
+def _check_map(given: KernelMap, x: Voxels, geometry: Geometry, said_padding: bool, transposed: bool) -> None:
     if not isinstance(given, KernelMap):
         raise TypeError(f"kernel_map must be a voxmma.KernelMap, got {type(given).__name__}")
     for name in ("kernel_size", "dilation", "stride", "padding")[: 4 if said_padding else 3]:

@@ -55,8 +55,8 @@ class Geometry(NamedTuple):
     @property
     def mirrored(self) -> bool:
         """Whether the offsets are their own negatives, in reverse order."""
-        axes = zip(self.kernel_size, self.dilation, self.padding, strict=True)
-        return all((size - 1) * dilation == 2 * padding for size, dilation, padding in axes)
+        (i, j, k), _, (a, b, c), (x, y, z) = self
+        return (i - 1) * a == 2 * x and (j - 1) * b == 2 * y and (k - 1) * c == 2 * z
 
 
 class Direction:
@@ -258,7 +258,7 @@ class KernelMap:
     @property
     def made(self) -> Made:
         """The tensors as they are kept: `CoordSet.use`."""
-        return self._direction().made
+        return self._found().made
 
     @property
     def num_pairs(self) -> int:
@@ -292,11 +292,13 @@ class KernelMap:
         return held_bytes([*(tensor for d in sides for tensor in d.tensors), *counts])
 
     def _direction(self) -> Direction:
-        direction = self._core.sides.get(self.reverse)
-        if direction is None:
-            direction = self._build()
+        direction = self._found()
         direction.made.get()  # checked, and for this stream
         return direction
+
+    def _found(self) -> Direction:
+        direction = self._core.sides.get(self.reverse)
+        return self._build() if direction is None else direction
 
     @property
     def _owner(self) -> CoordSet:
@@ -429,7 +431,7 @@ class KernelMap:
         return KernelMap(inputs, outputs, moved, self.reverse)._built()
 
     def _built(self) -> KernelMap:
-        self._direction()
+        self._found()
         return self
 
     def free(self) -> None:
@@ -692,7 +694,7 @@ def _plan_rule(geometry: Geometry, reverse: bool) -> tuple[Any, ...]:
 def _build_cuda(in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, reverse: bool) -> Direction:
     """The tile plan; symmetry saves nothing there."""
     in_order, hash_blocks = in_coords.hash_index()
-    out_order = out_coords.hash_index().order
+    out_order = in_order if out_coords is in_coords else out_coords.hash_index().order
     *tensors, stats, pairs = _C.build_plan(
         out_coords.coords, out_order, hash_blocks, in_order, *_plan_rule(geometry, reverse)
     )

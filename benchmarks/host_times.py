@@ -65,6 +65,8 @@ def cases(device: str) -> dict[str, Case]:
         made = make()
         return lambda: made
 
+    held = fresh()  # as in a U-Net, whose skip connection holds what a transposed layer goes back to
+
     def trained() -> Any:
         return fresh(full.detach().requires_grad_())
 
@@ -83,7 +85,7 @@ def cases(device: str) -> dict[str, Case]:
         "warm 3x3x3": (kept(fresh), conv),
         "warm 3x3x3, fp32": (kept(lambda: fresh(full)), conv_full),
         "warm 2x2x2 stride 2": (kept(fresh), down),
-        "warm transposed": (kept(lambda: down(fresh())), up),
+        "warm transposed": (kept(lambda: down(held)), up),
         "warm block, step": (kept(trained), step(block)),
         "warm strided block, step": (kept(trained), step(block_down)),
     }
@@ -104,8 +106,10 @@ def least(case: Case, synchronise: Callable[[], object], repeats: int) -> float:
 
 
 def serve(device: str, repeats: int) -> None:
-    """Answers names of cases on stdin with their least times; the names themselves come first."""
+    """Answers names of cases on stdin with their least times; package and names come first."""
     import torch
+
+    import voxmma
 
     torch.set_num_threads(1)
     made = cases(device)
@@ -114,7 +118,7 @@ def serve(device: str, repeats: int) -> None:
         least(case, synchronise, 20)
     gc.collect()
     gc.disable()
-    print(json.dumps(list(made)), flush=True)
+    print(json.dumps([voxmma.__file__, *made]), flush=True)
     for line in sys.stdin:
         print(least(made[line.strip()], synchronise, repeats), flush=True)
 
@@ -130,7 +134,7 @@ class Server:
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.names: list[str] = self._answer()
+        self.package, *self.names = self._answer()
 
     def _answer(self) -> Any:
         assert self.process.stdout is not None
@@ -150,9 +154,11 @@ class Server:
 
 def measure(folders: list[str | None], device: str, starts: int, rounds: int, repeats: int) -> dict[str, Any]:
     """Least times of every case for each folder: `starts` processes, `rounds` turns in each of them."""
+    packages: list[str] = []
     best: dict[str, list[float]] = {}
     for _ in range(starts):
         servers = [Server(folder, device, repeats) for folder in folders]
+        packages = [server.package for server in servers]
         for _ in range(rounds):
             for name in servers[0].names:
                 times = [server.ask(name) for server in servers]
@@ -164,7 +170,7 @@ def measure(folders: list[str | None], device: str, starts: int, rounds: int, re
         rows[name] = {"us": round(times[0], 2)}
         if len(times) == 2:
             rows[name] |= {"against_us": round(times[1], 2), "ratio": round(times[0] / times[1], 3)}
-    return rows
+    return {"packages": packages, "rows": rows}
 
 
 def main() -> None:
@@ -181,10 +187,8 @@ def main() -> None:
         serve(given.device, given.repeats)
         return
     folders = [None] if given.against is None else [None, given.against]
-    rows = measure(folders, given.device, given.starts, given.rounds, given.repeats)
-    text = json.dumps(
-        {"device": given.device, "voxels": VOXELS, "channels": CHANNELS, "rows": rows}, indent=1
-    )
+    found = measure(folders, given.device, given.starts, given.rounds, given.repeats)
+    text = json.dumps({"device": given.device, "voxels": VOXELS, "channels": CHANNELS, **found}, indent=1)
     print(text)
     if given.out is not None:
         given.out.write_text(text + "\n")

@@ -721,18 +721,17 @@ def _build_cpu(
     ordered = torch.cat(
         [ordered, ordered.new_zeros(1)]
     )  # searches that run off the end find something to read
+    n_in, n_out = in_coords.num, out_coords.num
+    in_order = ordered[:n_in]
     out_row = out_coords.sorted_keys()[1]
     coords = out_coords.coords[out_row]
-    n_in, n_out = in_coords.num, out_coords.num
+    batch, *columns = coords.long().unbind(1)
     axes = [
-        {
-            add: _axis_query(coords[:, 1 + axis], mul[axis], add, div[axis], axis)
-            for add in {o[axis] for o in offsets}
-        }
-        for axis in range(3)
+        {add: _axis_query(column, mul[axis], add, div[axis], axis) for add in {o[axis] for o in offsets}}
+        for axis, column in enumerate(columns)
     ]
     # Buffers for all offsets: fresh memory for every step would cost more than the searches.
-    batch = pack_batch(coords[:, 0])
+    batch = pack_batch(batch)
     key, place, seen = (torch.empty(n_out, dtype=torch.int64, device=batch.device) for _ in range(3))
     hit = torch.empty(n_out, dtype=torch.bool, device=batch.device)
     neighbour = torch.empty(n_out, dtype=torch.int64, device=batch.device)
@@ -745,7 +744,7 @@ def _build_cpu(
         else:
             queries = [cache[add] for cache, add in zip(axes, offset, strict=True)]
             torch.add(batch, queries[0][0], out=key).add_(queries[1][0]).add_(queries[2][0])
-            torch.searchsorted(ordered[:n_in], key, out=place)
+            torch.searchsorted(in_order, key, out=place)
             torch.eq(torch.index_select(ordered, 0, place, out=seen), key, out=hit)
             hit &= place < n_in
             for _, ok in queries:
@@ -766,8 +765,8 @@ def _build_cpu(
 def _axis_query(
     column: torch.Tensor, mul: int, add: int, div: int, axis: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Part of the packed query key that one axis makes, and which rows have one (None: all)."""
-    query = column.long() * mul + add
+    """Part of the packed query key that an axis makes of an int64 column, and which rows have one (None: all)."""
+    query = column + add if mul == 1 else column * mul + add
     ok = (query >= COORD_MIN * div) & (query <= COORD_MAX * div)
     if div != 1:
         ok &= query % div == 0

@@ -765,7 +765,7 @@ def _build_cpu(
 def _axis_query(
     column: torch.Tensor, mul: int, add: int, div: int, axis: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Part of the packed query key that an axis makes of an int64 column, and which rows have one (None: all)."""
+    """Part of the packed query key that an int64 column makes, and which rows have one (None: all)."""
     query = column + add if mul == 1 else column * mul + add
     ok = (query >= COORD_MIN * div) & (query <= COORD_MAX * div)
     if div != 1:

@@ -353,6 +353,7 @@ class TorchSparse(Library):
 
 LIBRARIES: dict[str, type[Library] | None] = {
     "voxmma": None,  # voxmma.models themselves
+    "voxmma-engine": None,  # in inference, by voxmma.engine
     "spconv": Spconv,
     "torchsparse": TorchSparse,
     "spconv-triton": SpconvTriton,

@@ -19,6 +19,9 @@ scenes are generated. Each library runs in a process of its own and takes its tu
   the same weights in plain torch and fp64. cells_missing, cells_more: voxels of the result that are in the
   reference or here alone; errors are of those in both.
 
+`voxmma-engine` is the network as voxmma.engine compiles it, on a GPU one CUDA graph: no training, and nothing
+of what is compiled once in the times; infer_mib has its buffers. Its result is read in every call.
+
 On a CPU everything is fp32, without kernels and memory. benchmarks/collect.py adds the file to the results.
 """
 
@@ -32,9 +35,7 @@ import importlib.util
 import json
 import math
 import os
-import platform
 import queue
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -54,13 +55,16 @@ from torch import Tensor, nn
 import voxmma
 from voxmma import models
 from voxmma import nn as vnn
+from voxmma._timing import Clock, synchronise
+from voxmma.dispatch import store
+from voxmma.tuning import machine
 
 from network_libraries import LIBRARIES, Index, Torch, ported, shrunk
+from network_scenes import MARGIN, scene
 
 Row = dict[str, Any]
 Array = np.ndarray
-MARGIN = 16
-"""Cells between a scene and the border: no library drops outputs of strided layers there."""
+ENGINE = "voxmma-engine"
 
 # ---- what is measured --------------------------------------------------------------------------------------
 
@@ -120,68 +124,6 @@ def jobs(folder: bool, grids: Sequence[int] = (10_000, 100_000, 1_000_000)) -> l
     return list(dict.fromkeys(made))
 
 
-# ---- scenes ------------------------------------------------------------------------------------------------
-
-
-def _room(n: int, rng: np.random.Generator) -> Array:
-    """Floor, walls and boxes, as an indoor scan has them: about n voxels."""
-    side = max(8, int((n / 3.2) ** 0.5))
-    plane = np.stack(np.meshgrid(np.arange(side), np.arange(side), indexing="ij"), -1).reshape(-1, 2)
-    zero = np.zeros((len(plane), 1), int)
-    walls = plane[plane[:, 1] < side // 2]
-    parts = [np.hstack([plane, zero]), np.hstack([walls[:, :1], 0 * walls[:, :1], walls[:, 1:]])]
-    parts.append(np.hstack([0 * walls[:, :1], walls]))
-    for corner in rng.integers(0, side - side // 6, (12, 2)):
-        size = side // 6
-        top = corner + plane[(plane < size).all(1)]
-        parts.append(np.hstack([top, np.full((len(top), 1), size // 2)]))
-    return np.concatenate(parts)
-
-
-def _street(n: int, rng: np.random.Generator) -> Array:
-    """Rings on the ground and walls around it, thinning out with the distance as a LiDAR frame does."""
-    rays = int(1.1 * n)
-    angle, elevation = rng.uniform(0, 2 * np.pi, rays), rng.choice(np.linspace(0.02, 0.45, 48), rays)
-    wall = 150 + 350 * np.abs(np.sin(3 * angle)) ** 3
-    reach = np.minimum(35 / np.tan(elevation), wall)
-    height = 35 - reach * np.tan(elevation) + rng.normal(0, 0.3, rays)
-    points = np.stack([600 + reach * np.cos(angle), 600 + reach * np.sin(angle), height], 1)
-    return np.unique(np.maximum(points, 0).astype(int), axis=0)
-
-
-def _surface(n: int, rng: np.random.Generator) -> Array:
-    """A bumpy ball's surface, as 3-D generation sees shapes: about n voxels."""
-    radius = (n / 19.0) ** 0.5
-    way = rng.normal(size=(12 * n, 3))
-    way /= np.linalg.norm(way, axis=1, keepdims=True)
-    bumps = 1 + 0.08 * np.sin(7 * way[:, :1]) * np.cos(5 * way[:, 1:2]) + 0.05 * np.sin(11 * way[:, 2:])
-    return np.floor(radius * bumps * way).astype(int)
-
-
-GENERATED = {"room": (_room, 32_000), "street": (_street, 20_000), "surface": (_surface, 130_000)}
-
-
-def scene(name: str, folder: Path | None, voxels: int | None = None) -> Array:
-    """(N, 3) int32 distinct voxels, sorted, at least MARGIN away from 0.
-
-    `grid_N`: N voxels drawn evenly from 200^3 cells (Spira's recipe). `voxels`: about how many a generated
-    scene has. FileNotFoundError, KeyError for a scene that is neither generated nor in the folder.
-    """
-    base, _, coarser = name.partition("/")
-    rng = np.random.default_rng(0)
-    if base.startswith("grid_"):
-        cells = np.sort(rng.choice(200**3, int(base.removeprefix("grid_")), replace=False))
-        made = np.stack([cells // 40_000, cells // 200 % 200, cells % 200], 1)
-    elif folder is not None:
-        with np.load(folder / f"{base}.npz") as file:
-            made = file["coords"].astype(np.int64)
-    else:
-        make, usual = GENERATED[base]
-        made = make(voxels or usual, rng)
-    made = (made - made.min(0)) // int(coarser or 1)
-    return np.unique(made + MARGIN, axis=0).astype(np.int32)
-
-
 class Problem:
     """A job's input on a device."""
 
@@ -208,9 +150,19 @@ class Runner:
         net.load_state_dict(state)
         kind = LIBRARIES[lib]
         self.library = None if kind is None else kind(problem.feats.device)
-        self.keeps_maps = self.library is None or self.library.keeps_maps
+        self.as_engine = lib == ENGINE
+        self.engine: Any = None
+        self.keeps_maps = not self.as_engine and (self.library is None or self.library.keeps_maps)
         self.net = net if self.library is None else ported(net, self.library)[0]
         self.net.to(problem.feats.device)
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """What is done once for a type: an engine is compiled, for a quarter more voxels than there are."""
+        self.net.to(dtype)
+        if self.as_engine:
+            p = self.problem
+            example = voxmma.Voxels(p.coords, p.feats.to(dtype), batch_size=p.batch)
+            self.engine = voxmma.engine.compile(self.net, example)
 
     def input(self, dtype: torch.dtype) -> tuple[Any, ...]:
         """A tensor of the library and, for a decoder, the target; on coordinates that it has not seen."""
@@ -218,12 +170,14 @@ class Runner:
         coords, feats = p.coords.clone(), p.feats.to(dtype)
         if self.library is not None:
             return self.library.start(coords, feats, p), p.target
+        if self.engine is not None:
+            return ((coords, feats),)
         x = voxmma.Voxels(coords, feats, batch_size=p.batch, stride=p.factor)
         return (x,) if p.factor == 1 else (x, voxmma.CoordSet(p.target.clone(), p.batch))
 
     def run(self, given: tuple[Any, ...]) -> list[Any]:
         """The result and whatever else the loss shall see."""
-        made = self.net(*given)
+        made = self.net(*given) if self.engine is None else self.engine(*given).get()
         if self.library is not None:
             return made
         if isinstance(made, tuple):
@@ -291,38 +245,27 @@ def errors(runner: Runner, made: Any, wanted: dict[str, Any]) -> Row:
     return {"rel_l2": error, "cells_missing": len(there) - both, "cells_more": len(coords) - both}
 
 
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def wall(call: Callable[[], object], repeats: int, device: torch.device) -> tuple[float, float]:
     """Median and least wall time in ms, from an idle device to an idle device."""
-    for _ in range(min(4, repeats)):
+    for _ in range(min(3, repeats - 1)):
         call()
-    taken = []
-    for _ in range(repeats):
-        _sync(device)
-        start = time.perf_counter()
-        call()
-        _sync(device)
-        taken.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(taken), min(taken)
+    taken = Clock(device, repeats).wall(lambda i: call())
+    return taken.ms, taken.least * 1e3
 
 
 def on_gpu(call: Callable[[], object], device: torch.device) -> tuple[float, int, float]:
     """Time of all kernels and copies in ms, their number, and the peak of memory in MiB, of one call."""
     from torch.profiler import ProfilerActivity, profile
 
-    _sync(device)
+    synchronise(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     call()
-    _sync(device)
+    synchronise(device)
     peak = (torch.cuda.max_memory_allocated(device) - before) / 2**20
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         call()
-        _sync(device)
+        synchronise(device)
     events = [e for e in seen.key_averages() if str(e.device_type).endswith("CUDA")]
     return sum(e.self_device_time_total for e in events) / 1e3, sum(e.count for e in events), peak
 
@@ -332,8 +275,9 @@ def infer(runner: Runner, wanted: dict[str, Any], half: torch.dtype, repeats: in
     device = runner.problem.feats.device
     runner.net.eval()
     with torch.inference_mode():
+        runner.prepare(torch.float32)
         exact = errors(runner, runner.run(runner.input(torch.float32))[0], wanted)
-        runner.net.to(half)
+        runner.prepare(half)
         row = errors(runner, runner.run(runner.input(half))[0], wanted)
         row["rel_l2_fp32"] = exact["rel_l2"]
 
@@ -343,6 +287,8 @@ def infer(runner: Runner, wanted: dict[str, Any], half: torch.dtype, repeats: in
         row["infer_ms"], row["infer_least_ms"] = wall(call, repeats, device)
         if device.type == "cuda":
             row["gpu_ms"], row["kernels"], row["infer_mib"] = on_gpu(call, device)
+            if runner.engine is not None:
+                row["infer_mib"] += runner.engine.memory / 2**20
             row["idle"] = max(0.0, 1.0 - row["gpu_ms"] / row["infer_ms"])
         if runner.keeps_maps:
             given = runner.input(half)
@@ -380,6 +326,8 @@ def measure(job: Job, lib: str, cells: Array, wanted: Row, device: torch.device,
     runner = Runner(job, lib, wanted["state"], problem)
     row: Row = {"parameters": sum(parameter.numel() for parameter in runner.net.parameters())}
     row |= infer(runner, wanted, half, repeats)
+    if lib == ENGINE:
+        return row
     runner = Runner(job, lib, wanted["state"], problem)
     try:
         row |= train(runner, half, repeats)
@@ -421,7 +369,7 @@ def work(lib: str, device: torch.device, repeats: int) -> None:
         gc.collect()
         if device.type == "cuda":
             try:
-                _sync(device)
+                synchronise(device)
                 torch.cuda.empty_cache()
             except RuntimeError:  # after a faulty kernel nothing runs in this process any more
                 row["broken"] = True
@@ -502,24 +450,11 @@ def installed(lib: str) -> bool:
 
 def environment(device: torch.device) -> Row:
     """Versions and devices."""
-    cpu = platform.processor() or platform.machine()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), cpu)
-    driver = None
-    with suppress(OSError):
-        words = Path("/proc/driver/nvidia/version").read_text().split()
-        driver = next((word for word in words if word[0].isdigit() and "." in word), None)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    gpu = device.type == "cuda"
     return {
-        "device": name,
-        "driver": driver if device.type == "cuda" else None,
-        "environment": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cpu": cpu,
-            "threads": torch.get_num_threads(),
-        },
+        "device": torch.cuda.get_device_name(device) if gpu else machine.cpu_name(),
+        "driver": store.driver_version() if gpu else None,
+        "environment": machine.environment(),
     }
 
 
@@ -577,6 +512,8 @@ def run(
                     kind = LIBRARIES[lib]
                     if kind is not None and kind.needs_gpu and device.type != "cuda":
                         row["unsupported"] = "runs on a GPU only"
+                    elif lib == ENGINE and NETWORKS[job.network].factor != 1:
+                        row["unsupported"] = "prunes to a target"
                     elif failed is not None:
                         row |= failed
                     elif time.monotonic() >= end:
@@ -639,11 +576,11 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(given.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)
-    if given.work in (None, "voxmma", "reference"):
+    if given.work in (None, "voxmma", ENGINE, "reference"):
         ours = list(sys.path)
     sys.path[:0] = given.path
     if given.work:
-        if given.work in ("voxmma", "reference"):
+        if given.work in ("voxmma", ENGINE, "reference"):
             sys.path[:] = ours
         work(given.work, device, given.repeats)
         return 0

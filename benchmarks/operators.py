@@ -27,7 +27,8 @@ import torch
 import typer
 from torch import Tensor
 
-from voxmma.dispatch import measurements
+from voxmma._timing import Clock, synchronise
+from voxmma.dispatch import store
 from voxmma.nn import functional as F
 from voxmma.sparse import sampling
 from voxmma.sparse import sets as coordops
@@ -36,10 +37,10 @@ from voxmma.sparse.maps import held_bytes, kernel_map
 from voxmma.sparse.tensor import Voxels
 from voxmma.tools import bench
 from voxmma.tuning import machine
-from voxmma.tuning.timing import Clock, synchronise
 
 import peers
 import roofline
+from peer_problem import prepared
 
 CHANNELS = (32, 64, 128)
 WINDOWS = ((2, 2), (3, 2))  # kernel size, stride
@@ -358,7 +359,7 @@ def main(arguments: list[str] | None = None) -> int:
         on_gpu = device.type == "cuda"
         clock = Clock(device, (30 if on_gpu else 3) if given.repeats is None else given.repeats)
         loaded = bench.load_scenes(given.scene or ["surface", "lidar"], device)
-        scenes = {name: peers.prepared(coords) for name, coords in loaded.items()}
+        scenes = {name: prepared(coords) for name, coords in loaded.items()}
         if empty := [name for name, coords in scenes.items() if not len(coords)]:
             raise ValueError(f"{empty[0]} has no voxels")
     except (typer.BadParameter, ValueError, OSError) as error:
@@ -370,7 +371,7 @@ def main(arguments: list[str] | None = None) -> int:
         "kind": "operators",
         "environment": where,
         "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": measurements.driver_version() if on_gpu else None,
+        "driver": store.driver_version() if on_gpu else None,
         "spconv": peers.version("spconv") if on_gpu and peers.installed("spconv") else None,
         "bandwidth": roofline.measure(device, ()).bandwidth,
         "repeats": clock.repeats,

@@ -33,28 +33,17 @@ from torch import Tensor
 
 import voxmma
 from voxmma import torchflags
+from voxmma._timing import Clock, synchronise
 from voxmma.data.scenes import Array
-from voxmma.dispatch import measurements, settings
-from voxmma.ops import formats
+from voxmma.dispatch import settings, store
 from voxmma.tools import bench
 from voxmma.tuning import machine
-from voxmma.tuning.timing import Clock, input_sets, synchronise
 from voxmma.verify import accuracy
 
 import benchplots
 import roofline
-from peers import (
-    ADAPTERS,
-    Adapter,
-    Layer,
-    Problem,
-    Unsupported,
-    installed,
-    lookup,
-    parse_library,
-    prepared,
-    version,
-)
+from peer_problem import Data, Layer, Problem, lookup, prepared
+from peers import ADAPTERS, Adapter, Unsupported, installed, parse_library, version
 from roofline import Rates
 
 #: A row whose output is further from fp64 than this (rel-L2) computed something else.
@@ -74,34 +63,6 @@ LEFT_OUT = "the budget was spent"
 
 
 # ---- one row, in a library's own process -------------------------------------------------------------------
-
-
-class Data:
-    """Operands of a layer, the same in every process, and its fp64 results (y, dx, dW with their sums)."""
-
-    def __init__(self, problem: Problem, layer: Layer) -> None:
-        device = problem.device
-        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(layer.dtype, torch.float32)
-        generator = torch.Generator(device)
-        generator.manual_seed(layer.c_in * 1_000_003 + layer.c_out * 1_009 + layer.volume)
-        n_in, n_out = len(problem.inputs(layer)), len(problem.outputs(layer))
-
-        def draw(*shape: int, scale: float = 1.0) -> Tensor:
-            made = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(scale)
-            return formats.quantise(made, "tf32") if layer.dtype == "tf32" else made.to(dtype)
-
-        word = torch.finfo(dtype).bits // 8
-        self.sets = input_sets(device, (n_in * layer.c_in + n_out * layer.c_out) * word)
-        self.w = draw(layer.volume, layer.c_in, layer.c_out, scale=(layer.volume * layer.c_in) ** -0.5)
-        self.x = [draw(n_in, layer.c_in) for _ in range(self.sets)]
-        self.dy = [draw(n_out, layer.c_out, scale=0.1) for _ in range(self.sets)]
-        pairs = problem.pairs(layer)
-        self.pairs = sum(len(rows) for rows, _ in pairs)
-        self.references = (
-            accuracy.reference_conv(self.x[0], self.w, pairs, n_out),
-            accuracy.reference_dgrad(self.dy[0], self.w, pairs, n_in),
-            accuracy.reference_wgrad(self.x[0], self.dy[0], pairs),
-        )
 
 
 def _rows_of(coords: Tensor | None, ours: Tensor) -> Tensor | None:
@@ -505,7 +466,7 @@ def run(
         "kind": "peers",
         "environment": where,
         "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": measurements.driver_version() if on_gpu else None,
+        "driver": store.driver_version() if on_gpu else None,
         "rates": rates,
         "repeats": job["repeats"],
         "scenes": {scene: len(coords) for scene, coords in made.items()},

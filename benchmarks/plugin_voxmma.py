@@ -42,7 +42,7 @@ class Plugin:
 
     def fwd(self, ctx: dict[str, Any], x: Tensor, w: Tensor) -> Tensor:
         if ctx["voxels"] is None:  # a new coordinate set: checked, indexed and mapped again
-            ctx["voxels"] = voxmma.Voxels(self.coords, x.detach(), batch_size=self.batch_size)
+            ctx["voxels"] = voxmma.Voxels(voxmma.CoordSet(self.coords, self.batch_size), x.detach())
         voxels = ctx["voxels"].with_feats(x)
         made = spatially_sparse_conv(voxels, w, kernel_size=3, use_fp16_accum=self.fp16_accum)
         if not self.described:

@@ -10,7 +10,6 @@ as each library has its own.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,11 +17,13 @@ from typing import Any
 import torch
 
 from voxmma import _C, torchflags
-from voxmma.tuning.timing import Clock
+from voxmma._surroundings import undisturbed
+from voxmma._timing import Clock
+from voxmma.ops import formats
 
 #: Kinds of _C.mma_rate by dtype.
 _KINDS = {"fp16": 0, "bf16": 2, "tf32": 3}
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
+_DTYPES = ("fp16", "bf16", "tf32", "fp32")
 BYTES = {"fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
 
 
@@ -59,23 +60,16 @@ class LeastTime:
 
 def _best(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Least seconds of `run`."""
-    if device.type == "cuda":
-        return Clock(device, repeats)(lambda i: run()).low
-    run()
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        samples.append(time.perf_counter() - start)
-    return min(samples)
+    taken = Clock(device, repeats)(lambda i: run())
+    return taken.low if device.type == "cuda" else taken.least
 
 
 def _gemm(device: torch.device, dtype: str, size: int) -> float:
     """TFLOP/s of size x size x size in `dtype`; fp32 with TF32 off."""
-    a = torch.randn(size, size, device=device, dtype=torch.float32).to(_DTYPES[dtype])
-    b = torch.randn(size, size, device=device, dtype=torch.float32).to(_DTYPES[dtype])
+    a = torch.randn(size, size, device=device, dtype=torch.float32).to(formats.DTYPES[dtype])
+    b = torch.randn(size, size, device=device, dtype=torch.float32).to(formats.DTYPES[dtype])
     out = torch.empty_like(a)
-    with torchflags.undisturbed(), torchflags.preserved():
+    with undisturbed(), torchflags.preserved():
         torchflags.set_tf32(dtype == "tf32")
         return 2 * size**3 / _best(lambda: torch.mm(a, b, out=out), device, 5) / 1e12
 

@@ -17,8 +17,10 @@ import sys
 
 import torch
 
+from voxmma._types import DTYPE_NAMES
 from voxmma.dispatch.selection import card
 from voxmma.nn import functional as F
+from voxmma.ops import formats
 from voxmma.ops.kernels import Tile, compiled
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.maps import kernel_map
@@ -26,7 +28,6 @@ from voxmma.sparse.sampling import devoxelise
 from voxmma.sparse.tensor import Voxels
 from voxmma.verify import accuracy
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 POOLS = (F.max_pool, F.min_pool, F.sum_pool, F.avg_pool)
 TOLERANCE = {"fp16": 2e-3, "bf16": 1e-2, "fp32": 2e-6, "fp64": 1e-12}  # rel-L2
 
@@ -47,7 +48,7 @@ def scenes() -> dict[str, torch.Tensor]:
 def check(tile: Tile, coords: torch.Tensor, c: int, size: int) -> float:
     """Largest rel-L2 of the tile's forward and dgrad, or of its wgrad, at c -> c channels, size^3 offsets."""
     name, kind = tile.name, tile.input
-    dtype, accumulator = DTYPES[kind], tile.accum
+    dtype, accumulator = formats.DTYPES[kind], tile.accum
     made, volume, mirrored = kernel_map(CoordSet(coords, 1), size), size**3, size % 2 == 1
     n, pairs, opposite = coords.shape[0], made.pairs(), [] if mirrored else made.transposed().tensors
     g = torch.Generator(device="cuda").manual_seed(c)
@@ -75,7 +76,7 @@ def check_pooling(kind: str, coords: torch.Tensor, c: int) -> float:
     Gradients too, but for devoxelising and global sums, which add in another order on each device.
     """
     g = torch.Generator().manual_seed(c)
-    feats = torch.randn(len(coords), c, generator=g).to(DTYPES[kind])
+    feats = torch.randn(len(coords), c, generator=g).to(formats.DTYPES[kind])
     seen = []
     for device in ("cpu", "cuda"):
         f = feats.to(device, copy=True).requires_grad_()
@@ -124,7 +125,7 @@ def main() -> int:
                 verdict = "ok" if error <= bound else f"above {bound:.0e}"
                 failed += verdict != "ok"
                 print(f"{tile.name} C={c} {scene}: rel-L2 {error:.2e} {verdict}", flush=True)
-        for kind in DTYPES if "pool" in parts or parts == [""] else ():
+        for kind in DTYPE_NAMES.values() if "pool" in parts or parts == [""] else ():
             for c in (*(int(v) for v in args.channels.split(",")), 5):
                 error = check_pooling(kind, coords, c)
                 ran += 1

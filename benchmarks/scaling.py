@@ -15,15 +15,16 @@ import torch
 import typer
 from torch import Tensor
 
+from voxmma._timing import Clock, input_sets
 from voxmma.data import scenes
-from voxmma.dispatch import measurements
+from voxmma.dispatch import store
 from voxmma.dispatch.calls import convolve
 from voxmma.dispatch.config import ConvConfig
+from voxmma.ops import formats
+from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.maps import KernelMap, kernel_map
-from voxmma.sparse.tensor import Voxels
 from voxmma.tools import bench
 from voxmma.tuning import machine
-from voxmma.tuning.timing import Clock, input_sets
 from voxmma.verify import shadow
 
 import benchplots
@@ -56,7 +57,7 @@ def _layer(
 ) -> dict[str, Any]:
     """Times and error of one layer on a map."""
     device, n = coords.device, len(coords)
-    kind = bench.DTYPES[dtype]
+    kind = formats.DTYPES[dtype]
     generator = torch.Generator(device)
     generator.manual_seed(channels)
 
@@ -133,11 +134,10 @@ def run(
     rows: list[dict[str, Any]] = []
     for size in sorted(sizes):
         coords = coordinates(size, device)
-        empty = torch.zeros(len(coords), 1, device=device, dtype=torch.float32)
         batch = int(coords[-1, 0]) + 1
 
-        def fresh(coords: Tensor = coords, empty: Tensor = empty, batch: int = batch) -> KernelMap:
-            return kernel_map(Voxels(coords, empty, batch_size=batch).coord_set, kernel)
+        def fresh(coords: Tensor = coords, batch: int = batch) -> KernelMap:
+            return kernel_map(CoordSet(coords, batch), kernel)
 
         head: dict[str, Any] = {}
         mapping: KernelMap | None = None
@@ -164,7 +164,7 @@ def run(
         "kind": "scaling",
         "environment": where,
         "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": measurements.driver_version() if on_gpu else None,
+        "driver": store.driver_version() if on_gpu else None,
         "rates": rates.as_dict(),
         "kernel": kernel,
         "dtype": dtype,

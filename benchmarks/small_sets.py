@@ -23,13 +23,14 @@ import typer
 from torch import Tensor
 
 import voxmma
+from voxmma._timing import Clock, synchronise
 from voxmma.data import scenes
-from voxmma.dispatch import measurements
+from voxmma.dispatch import store
 from voxmma.tools import bench
 from voxmma.tuning import machine
-from voxmma.tuning.timing import Clock, synchronise
 
 import peers
+from peer_problem import Problem, prepared
 
 VOXELS = (254, 1082, 4541, 15578, 32493)
 CHANNELS = (64, 128, 256)
@@ -88,7 +89,7 @@ def measure_layer(coords: Tensor, c: int, clock: Clock) -> list[Row]:
     """A row a library of a 3x3x3 layer of c channels on coords (N, 4)."""
     on_gpu = clock.device.type == "cuda"
     layer = peers.Layer(c, c, 3, 1, "fp16" if on_gpu else "fp32")
-    problem = peers.Problem(peers.prepared(coords.numpy()), clock.device)
+    problem = Problem(prepared(coords.numpy()), clock.device)
     dtype = peers.DTYPES[layer.dtype]
     n = len(problem.coords)
     generator = torch.Generator(clock.device).manual_seed(0)
@@ -140,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
         "kind": "small_sets",
         "environment": where,
         "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": measurements.driver_version() if on_gpu else None,
+        "driver": store.driver_version() if on_gpu else None,
         "spconv": peers.version("spconv") if on_gpu and peers.installed("spconv") else None,
         "repeats": clock.repeats,
         "rows": [],

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import voxmma
 from voxmma import nn
-from voxmma.dispatch import measurements
+from voxmma.dispatch import measurements, store
 from voxmma.export.mapped import one_graph
 
 from conftest import random_coords
@@ -120,14 +120,14 @@ def test_fault_57_one_graph_for_every_scene(device: torch.device, backend: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(TORCH < (2, 11), reason="torch before 2.11 cannot decide a call for a size that varies")
+@pytest.mark.skipif(TORCH < (2, 12), reason="torch before 2.12 cannot decide a call for a size that varies")
 def test_fault_57_records_are_not_traced(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Measured tiles are looked up by path and device, which torch.compile cannot trace. A CPU
     is looked up here as a GPU is."""
-    owner = measurements.Owner("a card", "9.0", 1, "1.0", "a build")
-    monkeypatch.setattr(measurements, "owner_of", lambda where: owner)
+    owner = store.Owner("a card", "9.0", 1, "1.0", "a build")
+    monkeypatch.setattr(store, "owner_of", lambda where, one_card=False: owner)
     monkeypatch.setattr(measurements, "stamp", lambda where: measurements.table(where).version)
     voxmma.settings._set(cache_dir=str(tmp_path))
     weights = [torch.randn(27, c, 8, device=device) for c in (4, 8, 16)]

@@ -6,6 +6,7 @@ import ast
 import copy
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 import voxmma
 from voxmma import nn as vnn
-from voxmma import torchflags
 from voxmma.dispatch.selection import card
 from voxmma.export import artefact as export
 from voxmma.export import mapped
@@ -24,8 +24,8 @@ from voxmma.ops import rescale
 from voxmma.ops.kernels import compiled
 from voxmma.precision import policy
 from voxmma.tools import demo, doctor, speedbench
-from voxmma.tuning import gate, tuner
-from voxmma.verify import accuracy, shadow, trials
+from voxmma.tuning import gate, machine, tuner
+from voxmma.verify import accuracy, families, shadow, trials
 
 from conftest import random_coords
 
@@ -173,13 +173,13 @@ def _accuracy(d: Data) -> list[Any]:
     generator = torch.Generator(d.device).manual_seed(0)
     drawn = [
         made((60, 8), torch.float16, generator, d.device)
-        for family in accuracy.families().values()
+        for family in families.FAMILIES.values()
         for made in (family.activations, family.gradients)
     ]
     pairs = voxmma.kernel_map(d.x, 3).pairs()
     weight = d.feats[:108].reshape(27, 4, 4)
     y64, abs64 = accuracy.reference_conv(d.feats, weight, pairs, 120)
-    return [*drawn, y64, abs64, accuracy.errors(d.feats, y64, abs64).as_dict()]
+    return [*drawn, y64, abs64, asdict(accuracy.errors(d.feats, y64, abs64))]
 
 
 def _sweep(d: Data) -> list[Any]:
@@ -217,7 +217,7 @@ def _frozen(d: Data) -> list[Any]:
 
 
 def _checks(d: Data) -> list[Any]:
-    return [doctor._check_convolution(d.device).status, sorted(torchflags.fp32_behaviour(d.device))]
+    return [doctor._check_convolution(d.device).status, sorted(machine.fp32_behaviour(d.device))]
 
 
 CALLS: dict[str, Callable[[Data], list[Any]]] = {

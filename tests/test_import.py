@@ -43,7 +43,7 @@ def test_a_layer_runs_without_anything_heavy() -> None:
 
 
 def test_import_registers_every_op_of_a_layer() -> None:
-    """What loads later registers only the operators of frozen programs."""
+    """What loads later registers only the operators of frozen programs and of engines."""
     found = clean(
         "import importlib, pkgutil, voxmma\n"
         "def ops(): return {n for n in torch._C._dispatch_get_all_op_names() if n.startswith('voxmma::')}\n"
@@ -53,7 +53,11 @@ def test_import_registers_every_op_of_a_layer() -> None:
         "        importlib.import_module(module.name)\n"
         "found = [len(early), sorted(ops() - early)]"
     )
-    assert found[0] > 0 and found[1] and all(name.startswith("voxmma::frozen_") for name in found[1])
+    assert (
+        found[0] > 0
+        and found[1]
+        and all(name.startswith(("voxmma::frozen_", "voxmma::sized_")) for name in found[1])
+    )
 
 
 def test_a_rescaled_layer_runs_in_a_clean_process() -> None:

@@ -111,9 +111,10 @@ inline ConvArgs parts_args(ConvArgs args, const Parts& parts, DType acc) {
   args.ldo = static_cast<int64_t>(args.groups) * args.c_out;
   args.out_dtype = acc;
   args.bias = nullptr;
+  args.epilogue = {};
   return args;
 }
-// Adds them in order, then the bias, and rounds once. Does nothing where nothing is shared. Defined in pack.cu.
+// Adds them in order, then bias and epilogue, and rounds once. Does nothing where nothing is shared. Defined in pack.cu.
 cudaError_t reduce_parts(const ConvArgs& args, const Parts& parts, DType acc, cudaStream_t stream);
 
 // Number of parts the tiles are split into by a wgrad kernel that starts `blocks` CTAs a part and leaves `count` partial

@@ -5,7 +5,7 @@
 //     for every kernel offset that any row of the tile needs:
 //       its weights [BN][CK] arrive through a ring of cp.async stages, fetched kStages - 1 offsets ahead
 //       accumulators [256][BN] += rows picked by the local index, times weights; inactive 16-row fragments are skipped
-//   store through plan.order, with bias
+//   store through plan.order, with bias and epilogue
 //
 // Small sets: several CTAs share a tile (Parts in common.cuh), store fp32 sums, and reduce_parts adds them.
 //
@@ -263,34 +263,51 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   cp_async_wait<0>();
   const uint32_t flags = load_flags(args.raw);  // arrive while rows are stored
 
-  // Epilogue: fp32 bias, one rounding, rows to their places in the caller's order.
+  // Epilogue, one rounding, rows to their places in the caller's order.
   const int channel0 = nb * C::BN + wn * C::kFragsN * 8;  // first channel of the warp, inside the group
   const int cols = args.c_out - channel0;                 // channels that exist from there, may be <= 0
-  float2 bias[C::kFragsN];
-#pragma unroll
-  for (int n = 0; n < C::kFragsN; ++n) {
-    const int col = 8 * n + 2 * (lane & 3);
-    const float* from = args.bias + static_cast<int64_t>(group) * args.c_out + channel0 + col;
-    bias[n].x = args.bias && col < cols ? __ldg(from) : 0.0f;
-    bias[n].y = args.bias && col + 1 < cols ? __ldg(from + 1) : 0.0f;
-  }
 #pragma unroll
   for (int i = 0; i < C::kFragsM; ++i) {
 #pragma unroll
     for (int n = 0; n < C::kFragsN; ++n) acc[i][n].promote();  // what is left of an fp16 chunk
+  }
+  const auto out_row = [&](int i, int half) {
+    const int tile_row = (wm + i * C::kWarpsM) * kFragRows + half * 8 + lane / 4;
+    return __ldg(plan.order + static_cast<int64_t>(tile) * kTileM + tile_row);
+  };
+  const int64_t first = static_cast<int64_t>(group) * args.c_out + channel0;  // the same over all groups
+  if (has_epilogue(args)) {
+    constexpr int kPer =
+        C::kFragsN / 4;  // groups of four n8 fragments; group of a warp: ((i * 2) + half) * kPer + n / 4
+    finish_rows<T, C::kFragsM * 2 * kPer>(
+        args, vec, [&](int g, int j) { return acc[g / kPer / 2][g % kPer * 4 + j].row(g / kPer % 2); },
+        [&](int g) {
+          return RowPart{out_row(g / kPer / 2, g / kPer % 2), first + g % kPer * 32, cols - g % kPer * 32};
+        });
+  } else {
+    float2 bias[C::kFragsN];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int tile_row = (wm + i * C::kWarpsM) * kFragRows + half * 8 + lane / 4;
-      const int row = __ldg(plan.order + static_cast<int64_t>(tile) * kTileM + tile_row);
-      const int64_t at = (part * plan.n_out + row) * args.ldo + static_cast<int64_t>(group) * args.c_out + channel0;
-      const auto get = [&](int n) {
-        const float2 v = acc[i][n].row(half);
-        return make_float2(v.x + bias[n].x, v.y + bias[n].y);
-      };
-      if (args.out_dtype == DType::f32)
-        store_row<float, C::kFragsN>(row < 0 ? nullptr : static_cast<float*>(args.out) + at, cols, vec, get);
-      else
-        store_row<T, C::kFragsN>(row < 0 ? nullptr : static_cast<T*>(args.out) + at, cols, vec, get);
+    for (int n = 0; n < C::kFragsN; ++n) {
+      const int col = 8 * n + 2 * (lane & 3);
+      const float* from = static_cast<const float*>(args.bias) + first + col;
+      bias[n].x = args.bias && col < cols ? __ldg(from) : 0.0f;
+      bias[n].y = args.bias && col + 1 < cols ? __ldg(from + 1) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < C::kFragsM; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = out_row(i, half);
+        const int64_t at = (part * plan.n_out + row) * args.ldo + first;
+        const auto get = [&](int n) {
+          const float2 v = acc[i][n].row(half);
+          return make_float2(v.x + bias[n].x, v.y + bias[n].y);
+        };
+        if (args.out_dtype == DType::f32)
+          store_row<float, C::kFragsN>(row < 0 ? nullptr : static_cast<float*>(args.out) + at, cols, vec, get);
+        else
+          store_row<T, C::kFragsN>(row < 0 ? nullptr : static_cast<T*>(args.out) + at, cols, vec, get);
+      }
     }
   }
   if (part == 0 && any_nonfinite(flags)) {
@@ -313,7 +330,7 @@ cudaError_t launch_fprop_sm80(const ConvArgs& given, cudaStream_t stream) {
   const ConvArgs args = parts_args(given, parts, DType::f32);
   const int n_blocks = static_cast<int>(ceil_div(args.c_out, C::BN));
   const int chunks = static_cast<int>(ceil_div(args.c_in, C::CK));
-  const bool vec = rows_aligned16(args.out, args.ldo, args.c_out, dtype_bytes(args.out_dtype));
+  const bool vec = outputs_aligned16(args, args.c_out);
   const int64_t blocks = static_cast<int64_t>(args.plan.tiles) * args.groups * n_blocks * parts.count();
   const cudaError_t status =
       launch_kernel(fprop_sm80_kernel<C>, blocks, C::kThreads, C::kSmem, stream, args, n_blocks, chunks, vec, parts);

@@ -62,15 +62,14 @@ struct FpropConfig {
 };
 
 // The fp32 sums of an item lie in the shared memory of the cluster's CTAs. Adds those of this CTA's fragments of rows in
-// the order of the ranks, then the bias, rounds once and scatters the rows to the caller's order. Consumer threads only.
+// the order of the ranks, then bias and epilogue, rounds once and scatters the rows to the caller's order. Consumer
+// threads only.
 //   g, col0  group and first column of the item inside it
 template <class C>
-__device__ void store_shared_item(const ConvArgs& args, uint32_t sums, int tile, int g, int col0, int rank, int parts) {
-  using T = typename C::T;
+__device__ void store_shared_item(const ConvArgs& args, bool wide, uint32_t sums, int tile, int g, int col0, int rank,
+                                  int parts) {
   constexpr int kQuads = C::BN / 4;  // columns four at a time
   const int left = args.c_out - col0;
-  const float* bias = args.bias ? args.bias + g * args.c_out + col0 : nullptr;
-  const bool wide = args.c_out % 8 == 0 && args.ldo % 8 == 0;
   const int first = kFrags * rank / parts * kFragRows, end = kFrags * (rank + 1) / parts * kFragRows;
   for (int i = threadIdx.x; i < (end - first) * kQuads; i += C::kConsumers * kWarpGroup) {
     const int row = first + i / kQuads, col = i % kQuads * 4;
@@ -86,40 +85,16 @@ __device__ void store_shared_item(const ConvArgs& args, uint32_t sums, int tile,
     for (int p = 1; p < kMaxParts; ++p) {
       if (p < parts) v[0] += part[p].x, v[1] += part[p].y, v[2] += part[p].z, v[3] += part[p].w;
     }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (bias != nullptr && col + e < left) v[e] += __ldg(bias + col + e);
-    }
-    const int64_t at = out_row * args.ldo + int64_t(g) * args.c_out + col0 + col;
-    if (args.out_dtype == DType::f32) {
-      float* out = static_cast<float*>(args.out) + at;
-      if (wide) {
-        *reinterpret_cast<float4*>(out) = make_float4(v[0], v[1], v[2], v[3]);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (col + e < left) out[e] = v[e];
-        }
-      }
-    } else {
-      T* out = static_cast<T*>(args.out) + at;
-      const uint32_t half[2] = {pack2<cuda_type<T>>(v[0], v[1]), pack2<cuda_type<T>>(v[2], v[3])};
-      if (wide) {
-        *reinterpret_cast<uint2*>(out) = make_uint2(half[0], half[1]);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (col + e < left) out[e] = reinterpret_cast<const T*>(half)[e];
-        }
-      }
-    }
+    finish<cuda_type<typename C::T>>(args, out_row, int64_t(g) * args.c_out + col0 + col, v, left - col, wide);
   }
 }
 
 // Shared: a cluster of shared_by.count() CTAs to an item, and no CTA takes a second one.
-template <class C, bool Shared>
+// Fused: with an epilogue, for which a launch that is not shared has a kernel of its own: in one kernel they cost the plain
+// mainloop registers. wide: outputs_aligned16.
+template <class C, bool Shared, bool Fused>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    fprop_kernel(const __grid_constant__ ConvArgs args, const __grid_constant__ Parts shared_by) {
+    fprop_kernel(const __grid_constant__ ConvArgs args, const __grid_constant__ Parts shared_by, const bool wide) {
 #if defined(VOXMMA_SM90A)
   using T = typename C::T;
   using Acc = typename C::Acc;
@@ -386,7 +361,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         ps.advance();
       }
 
-      // ---- epilogue: bias in fp32, one rounding, rows scattered to the caller's order ----
+      // ---- epilogue in fp32, one rounding, rows scattered to the caller's order ----
       const int g = within / blocks_n, col0 = within % blocks_n * BN;
       if constexpr (Shared) {
         // Every ring has run dry. Behind the first barrier the other warpgroups read their operands no more, behind the
@@ -399,7 +374,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           sts_v2(sums + j * 32 + 8 * C::kSumPitch * 4, acc.pair(j, 1));
         }
         cluster_sync();
-        store_shared_item<C>(args, smem_u, tile, g, col0, rank, parts);
+        store_shared_item<C>(args, wide, smem_u, tile, g, col0, rank, parts);
         if (lds_u32(smem_u + C::kHeadAt + 8) != 0) {  // as below; the first header is still there
           asm volatile("bar.sync 1, %0;\n" ::"n"(C::kConsumers * kWarpGroup) : "memory");
           for (int frag = kFrags * rank / parts + warp; frag < kFrags * (rank + 1) / parts; frag += C::kConsumers * 4) {
@@ -415,8 +390,17 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           ""
           : "+r"(quad));  // keeps ptxas from computing the addresses ahead of the mainloop, in registers it needs
       const int left = args.c_out - col0;  // columns of this block that exist
-      const float* bias = args.bias ? args.bias + g * args.c_out + col0 : nullptr;
-      const bool wide = args.c_out % 8 == 0 && args.ldo % 8 == 0;  // 16-byte stores are aligned and whole
+      if constexpr (Fused) {
+        constexpr int kPer = BN / 32;
+        finish_rows<cuda_type<T>, 2 * kPer>(
+            args, wide, [&](int i, int j) { return acc.pair(i % kPer * 4 + j, i / kPer); },
+            [&](int i) {
+              const int col = i % kPer * 32;
+              return RowPart{out_row[i >= kPer], int64_t(g) * args.c_out + col0 + col, left - col};
+            });
+        continue;
+      }
+      const float* bias = args.bias ? static_cast<const float*>(args.bias) + g * args.c_out + col0 : nullptr;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool row_ok = out_row[half] >= 0;
@@ -504,7 +488,9 @@ cudaError_t fprop_launch(const ConvArgs& args, cudaStream_t stream) {
   if (items == 0) return cudaSuccess;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   const Parts parts = fprop_parts<C>(args);
-  auto kernel = parts.count() == 1 ? fprop_kernel<C, false> : fprop_kernel<C, true>;
+  auto kernel = parts.count() > 1    ? fprop_kernel<C, true, true>
+                : has_epilogue(args) ? fprop_kernel<C, false, true>
+                                     : fprop_kernel<C, false, false>;
   cudaError_t err = allow_shared(reinterpret_cast<const void*>(kernel), C::kSmemBytes);
   if (err != cudaSuccess) return err;
   cudaLaunchConfig_t config{};
@@ -517,7 +503,7 @@ cudaError_t fprop_launch(const ConvArgs& args, cudaStream_t stream) {
   cluster.val.clusterDim = {unsigned(parts.count()), 1, 1};
   config.attrs = &cluster;
   config.numAttrs = parts.count() == 1 ? 0 : 1;
-  return cudaLaunchKernelEx(&config, kernel, args, parts);
+  return cudaLaunchKernelEx(&config, kernel, args, parts, outputs_aligned16(args, args.c_out));
 }
 
 template <class C>

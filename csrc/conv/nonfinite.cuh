@@ -81,15 +81,12 @@ __device__ __forceinline__ uint32_t load_flags(const RawWeights& raw) {
 // Whether any weight is not finite, by the flags of all 32 lanes.
 __device__ __forceinline__ bool any_nonfinite(uint32_t flags) { return __any_sync(~0u, flags != 0); }
 
-template <DType In, bool Split, class Out>
-__device__ __forceinline__ void add_nonfinite_to(Out* out, const ConvArgs& args, const ScheduledTile& at, int row0,
-                                                 int group, int col0, int cols) {
-  using T = type_of<In>;
-  const PlanView& plan = args.plan;
-  const int lane = threadIdx.x % 32, end = min(args.c_out, col0 + cols);
-  const T* x = static_cast<const T*>(args.a) + group * args.a_group;
-  out += static_cast<int64_t>(group) * args.c_out;
-  const int out_row = __ldg(plan.order + static_cast<int64_t>(at.tile) * kTileM + row0 + lane % kFragRows);
+// Rows row0 ... of a fragment, lane l that of row l % 16: f(offset, its input row or -1, rows that have one as bits) for
+// every offset under which one has. All 32 lanes call.
+template <class F>
+__device__ __forceinline__ void for_neighbours(const PlanView& plan, const ScheduledTile& at, int row0, int out_row,
+                                               F f) {
+  const int lane = threadIdx.x % 32;
   for (int p = at.first_pass; p < at.first_pass + at.passes; ++p) {
     const Pass pass = load_pass(plan, p);
     for (int k = pass.k_begin; k < pass.k_begin + pass.k_count; ++k) {
@@ -98,29 +95,78 @@ __device__ __forceinline__ void add_nonfinite_to(Out* out, const ConvArgs& args,
       const bool has = index != kMissing && out_row >= 0;
       const int in_row = has ? __ldg(plan.uniq + static_cast<int64_t>(pass.uniq_begin4) * 4 + index) : -1;
       const uint32_t rows = __ballot_sync(~0u, has) & 0xffff;
-      if (rows == 0) continue;
-      for (int first = col0; first < end; first += 32) {
-        const int co = first + lane;
-        for (int ci = 0; ci < args.c_in; ++ci) {
-          T w = convert<T>(0.0f);
-          if (co < end) {
-            w = load_as<T>(args.raw.weight, args.raw.dtype,
-                           weight_at(plan.kernel_volume, args.groups, args.c_in, args.c_out, args.raw.transpose,
-                                     args.raw.mirror, k, group, ci, co));
-          }
-          const bool bad = is_nonfinite(w);
-          if (!__any_sync(~0u, bad)) continue;
-          float factor = convert<float>(w);
-          if (In == DType::f32 && !Split && factor == factor) factor = copysignf(INFINITY, factor);  // as tf32
-          for (uint32_t rest = rows; rest != 0; rest &= rest - 1) {
-            const int from = __ffs(rest) - 1;
-            const int64_t i = __shfl_sync(~0u, in_row, from), o = __shfl_sync(~0u, out_row, from);
-            if (!bad) continue;
-            Out* y = out + o * args.ldo + co;
-            *y = convert<Out>(convert<float>(*y) + convert<float>(x[i * args.lda + ci]) * factor);
-          }
+      if (rows != 0) f(k, in_row, rows);
+    }
+  }
+}
+
+// The factor that a weight of type T is, and whether it is missing in the image.
+template <DType In, bool Split>
+struct RawWeight {
+  float factor = 0;
+  bool bad = false;
+  __device__ __forceinline__ RawWeight(const ConvArgs& args, int k, int group, int ci, int co) {
+    if (co >= args.c_out) return;
+    const auto w = load_as<type_of<In>>(args.raw.weight, args.raw.dtype,
+                                        weight_at(args.plan.kernel_volume, args.groups, args.c_in, args.c_out,
+                                                  args.raw.transpose, args.raw.mirror, k, group, ci, co));
+    bad = is_nonfinite(w);
+    factor = convert<float>(w);
+    if (In == DType::f32 && !Split && bad && factor == factor) factor = copysignf(INFINITY, factor);  // as tf32
+  }
+};
+
+template <DType In, bool Split, class Out>
+__device__ __forceinline__ void add_nonfinite_to(Out* out, const ConvArgs& args, const ScheduledTile& at, int row0,
+                                                 int group, int col0, int cols) {
+  const int lane = threadIdx.x % 32, end = min(args.c_out, col0 + cols);
+  const auto* x = static_cast<const type_of<In>*>(args.a) + group * args.a_group;
+  out += static_cast<int64_t>(group) * args.c_out;
+  const int out_row = __ldg(args.plan.order + static_cast<int64_t>(at.tile) * kTileM + row0 + lane % kFragRows);
+  for_neighbours(args.plan, at, row0, out_row, [&](int k, int in_row, uint32_t rows) {
+    for (int co = col0 + lane; co - lane < end; co += 32) {
+      for (int ci = 0; ci < args.c_in; ++ci) {
+        const RawWeight<In, Split> w(args, k, group, ci, co);
+        if (!__any_sync(~0u, w.bad)) continue;
+        for (uint32_t rest = rows; rest != 0; rest &= rest - 1) {
+          const int from = __ffs(rest) - 1;
+          const int64_t i = __shfl_sync(~0u, in_row, from), o = __shfl_sync(~0u, out_row, from);
+          if (!w.bad) continue;
+          Out* y = out + o * args.ldo + co;
+          *y = convert<Out>(convert<float>(*y) + convert<float>(x[i * args.lda + ci]) * w.factor);
         }
       }
+    }
+  });
+}
+
+// Behind an epilogue nothing can be added to a sum: outputs that such a weight reaches are made again, summed in fp32.
+template <DType In, bool Split>
+__device__ __forceinline__ void redo_nonfinite(const ConvArgs& args, const ScheduledTile& at, int row0, int group,
+                                               int col0, int cols) {
+  const int lane = threadIdx.x % 32, end = min(args.c_out, col0 + cols);
+  const auto* x = static_cast<const type_of<In>*>(args.a) + group * args.a_group;
+  const int out_row = __ldg(args.plan.order + static_cast<int64_t>(at.tile) * kTileM + row0 + lane % kFragRows);
+  for (int co = col0 + lane; co - lane < end; co += 32) {
+    uint32_t reached = 0;  // rows of the lane's column
+    for_neighbours(args.plan, at, row0, out_row, [&](int k, int, uint32_t rows) {
+      for (int ci = 0; ci < args.c_in; ++ci) {
+        if (RawWeight<In, Split>(args, k, group, ci, co).bad) reached |= rows;
+      }
+    });
+    for (uint32_t rest = __reduce_or_sync(~0u, reached); rest != 0; rest &= rest - 1) {
+      const int from = __ffs(rest) - 1;
+      float sum[1] = {0};
+      for_neighbours(args.plan, at, row0, out_row, [&](int k, int in_row, uint32_t rows) {
+        const int64_t i = __shfl_sync(~0u, in_row, from);
+        if (i < 0) return;
+        for (int ci = 0; ci < args.c_in; ++ci)
+          sum[0] =
+              fmaf(convert<float>(x[i * args.lda + ci]), RawWeight<In, Split>(args, k, group, ci, co).factor, sum[0]);
+      });
+      const int o = __shfl_sync(~0u, out_row, from);
+      if (reached >> from & 1)
+        finish<type_of<In>>(args, o, static_cast<int64_t>(group) * args.c_out + co, sum, 1, true);
     }
   }
 }
@@ -132,7 +178,9 @@ template <DType In, bool Split = false>
 __device__ __forceinline__ void add_nonfinite(const ConvArgs& args, const ScheduledTile& at, int row0, int group,
                                               int col0, int cols) {
   __syncwarp();  // what is added to was stored by other lanes
-  if (args.out_dtype == DType::f32)
+  if (has_epilogue(args))
+    redo_nonfinite<In, Split>(args, at, row0, group, col0, cols);
+  else if (args.out_dtype == DType::f32)
     add_nonfinite_to<In, Split>(static_cast<float*>(args.out), args, at, row0, group, col0, cols);
   else
     add_nonfinite_to<In, Split>(static_cast<type_of<In>*>(args.out), args, at, row0, group, col0, cols);

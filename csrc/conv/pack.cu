@@ -1,4 +1,4 @@
-// The weight image of the fprop kernels, and the fixed-order sums of partial results.
+// The weight image of the fprop kernels and the numbers of their epilogue, and the fixed-order sums of partial results.
 #include "common.cuh"
 #include "nonfinite.cuh"
 
@@ -7,6 +7,27 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int64_t kMaxPackBlocks = 1024;  // fills any device, and leaves a kernel at most 1024 flags to read
+
+__device__ __forceinline__ void fold_channel(const Channels& from, int64_t i) {
+  const auto number = [&](const PerChannel& of, double without) {
+    return of.values != nullptr ? load_as<double>(of.values, of.dtype, i) : without;
+  };
+  double factor = number(from.scale, 1), summand = number(from.bias, 0);
+  if (from.var.values != nullptr) factor /= sqrt(number(from.var, 1) + from.eps);
+  if (from.mean.values != nullptr) summand -= number(from.mean, 0);
+  if (from.factor != nullptr) summand *= factor;
+  if (from.shift.values != nullptr) summand += number(from.shift, 0);
+  const auto store = [&](auto* typed, double v) {
+    if (typed != nullptr) typed[i] = static_cast<std::remove_pointer_t<decltype(typed)>>(v);
+  };
+  if (from.sums == DType::f64) {
+    store(static_cast<double*>(from.summand), summand);
+    store(static_cast<double*>(from.factor), factor);
+  } else {
+    store(static_cast<float*>(from.summand), summand);
+    store(static_cast<float*>(from.factor), factor);
+  }
+}
 
 // One thread per `PE` neighbouring channels (a 16-byte piece, or a single channel) of one image row.
 template <class T, class W, int PE>
@@ -55,12 +76,9 @@ __global__ void pack_kernel(PackArgs args, int n_blocks, int chunks, int64_t tot
   if (threadIdx.x == 0) args.flags[blockIdx.x] = nonfinite;
   if (blockIdx.x == 0 && threadIdx.x < 16 && gridDim.x + threadIdx.x < ceil_div(gridDim.x, 16) * 16)
     args.flags[gridDim.x + threadIdx.x] = 0;  // up to 16 bytes
-  if (args.bias != nullptr) {
-    const int64_t channels = int64_t{args.groups} * args.c_out;
-    for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < channels; i += int64_t{gridDim.x} * kThreads) {
-      args.bias32[i] = load_as<float>(args.bias, args.bias_dtype, i);
-    }
-  }
+  const int64_t channels = args.channels.summand != nullptr ? int64_t{args.groups} * args.c_out : 0;
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < channels; i += int64_t{gridDim.x} * kThreads)
+    fold_channel(args.channels, i);
 }
 
 // A thread's pieces in all: 16 bytes, or a channel where k = 1.
@@ -134,18 +152,17 @@ cudaError_t reduce_typed(const A* partial, int splits, int64_t count, void* out,
   return cudaErrorInvalidValue;
 }
 
-// out[row][column] = sum of partial[0][row][column], partial[1][row][column], ... in this order, then the column's bias.
+// out[row][column] = sum of partial[0][row][column], partial[1][row][column], ... in this order, then bias and epilogue.
 template <class A, class T>
 __global__ void reduce_rows_kernel(const A* partial /* [parts][count] */, int parts, int64_t count, int64_t columns,
-                                   const float* bias, T* out, int64_t ldo) {
+                                   const ConvArgs args) {
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (i >= count) return;
-  A sum = 0;
+  A sum[1] = {0};
 #pragma unroll 8
-  for (int p = 0; p < parts; ++p) sum += partial[p * count + i];
-  const int64_t row = i / columns, column = i - row * columns;
-  if (bias != nullptr) sum += static_cast<A>(bias[column]);
-  out[row * ldo + column] = convert<T>(sum);
+  for (int p = 0; p < parts; ++p) sum[0] += partial[p * count + i];
+  const int64_t row = i / columns;
+  finish_as<T>(args, row, i - row * columns, sum, 1, true);
 }
 
 template <class A>
@@ -154,7 +171,7 @@ cudaError_t reduce_rows(const ConvArgs& args, int parts, cudaStream_t stream) {
   const auto run = [&](auto* typed) {
     using T = std::remove_pointer_t<decltype(typed)>;
     return launch_kernel(reduce_rows_kernel<A, T>, ceil_div(count, kThreads), kThreads, 0, stream,
-                         static_cast<const A*>(args.workspace), parts, count, columns, args.bias, typed, args.ldo);
+                         static_cast<const A*>(args.workspace), parts, count, columns, args);
   };
   switch (args.out_dtype) {
     case DType::f16: return run(static_cast<__half*>(args.out));
@@ -162,6 +179,12 @@ cudaError_t reduce_rows(const ConvArgs& args, int parts, cudaStream_t stream) {
     case DType::f32: return run(static_cast<float*>(args.out));
     case DType::f64: return run(static_cast<double*>(args.out));
   }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t reduce_rows(const ConvArgs& args, int parts, DType acc, cudaStream_t stream) {
+  if (acc == DType::f32) return reduce_rows<float>(args, parts, stream);
+  if (acc == DType::f64) return reduce_rows<double>(args, parts, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -201,10 +224,11 @@ cudaError_t reduce_splits(const void* partial, DType acc, int splits, int64_t co
 }
 
 cudaError_t reduce_parts(const ConvArgs& args, const Parts& parts, DType acc, cudaStream_t stream) {
-  if (parts.count() == 1) return cudaSuccess;
-  if (acc == DType::f32) return reduce_rows<float>(args, parts.count(), stream);
-  if (acc == DType::f64) return reduce_rows<double>(args, parts.count(), stream);
-  return cudaErrorInvalidValue;
+  return parts.count() == 1 ? cudaSuccess : reduce_rows(args, parts.count(), acc, stream);
+}
+
+cudaError_t store_zero_sums(const ConvArgs& args, DType sums, cudaStream_t stream) {
+  return reduce_rows(args, 0, sums, stream);
 }
 
 }  // namespace voxmma

@@ -27,57 +27,13 @@ struct Simt {
   static bool narrow(const ConvArgs& args) { return args.groups > 1 && args.c_in * args.c_out <= 64; }
 };
 
-// N elements from p, of which `valid` exist; the others become zero. vec: p is aligned to 16 bytes or N elements.
-template <int N, class A, class T>
-__device__ __forceinline__ void load_elements(A (&v)[N], const T* p, int valid, bool vec) {
-  constexpr int kAlign = N * sizeof(T) < 16 ? N * sizeof(T) : 16;
-  struct alignas(kAlign) Vector {
-    T e[N];
-  };
-  if (vec && valid >= N) {
-    const Vector all = *reinterpret_cast<const Vector*>(p);
-#pragma unroll
-    for (int i = 0; i < N; ++i) v[i] = convert<A>(all.e[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) v[i] = i < valid ? convert<A>(p[i]) : A(0);
-  }
-}
-
-template <class T, class A>
-__device__ __forceinline__ void store4(T* p, const A (&v)[4], int valid, bool vec) {
-  constexpr int kAlign = 4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16;
-  struct alignas(kAlign) Vector {
-    T e[4];
-  };
-  if (vec && valid >= 4) {
-    Vector all;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) all.e[i] = convert<T>(v[i]);
-    *reinterpret_cast<Vector*>(p) = all;
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (i < valid) p[i] = convert<T>(v[i]);
-  }
-}
-
-// Four channels of one output row: bias, one rounding, store. `channel` counts over all groups. first_row: of `out`.
+// Four channels of one output row: epilogue, one rounding, store. `channel` counts over all groups. first_row: of `out`.
 template <DType In, class A>
 __device__ __forceinline__ void store_outputs(const ConvArgs& args, int64_t first_row, int tile_row, int64_t channel,
                                               A (&v)[4], int valid, bool vec) {
   const int row = __ldg(args.plan.order + tile_row);
   if (row < 0 || valid <= 0) return;
-  if (args.bias) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (i < valid) v[i] += static_cast<A>(__ldg(args.bias + channel + i));
-  }
-  const int64_t at = (first_row + row) * args.ldo + channel;
-  if (args.out_dtype == In)
-    store4(static_cast<type_of<In>*>(args.out) + at, v, valid, vec);
-  else
-    store4(static_cast<float*>(args.out) + at, v, valid, vec);
+  finish<type_of<In>>(args, first_row + row, channel, v, valid, vec);
 }
 
 // Resolves the local indices of a pass for Rows tile rows: s_row[j][r] = row of x under offset k_begin + j, or -1.
@@ -271,19 +227,19 @@ cudaError_t launch_simt_fprop(const ConvArgs& given, cudaStream_t stream) {
   // Vector accesses take at most 16 bytes; rows and groups must start at multiples of 16 bytes.
   const Parts parts = simt_fprop_parts<C>(given);
   const ConvArgs args = parts_args(given, parts, C::Acc);
-  const int in_bytes = dtype_bytes(C::In), out_bytes = dtype_bytes(args.out_dtype);
+  const int in_bytes = dtype_bytes(C::In);
   const int64_t tiles = args.plan.tiles;
   if (C::narrow(args)) {
     const int n_blocks = static_cast<int>(ceil_div(static_cast<int64_t>(args.groups) * args.c_out, C::kCols));
     return launch_kernel(simt_narrow_fprop_kernel<C>, tiles * (kTileM / C::kNarrowRows) * n_blocks, C::kThreads, 0,
                          stream, args, n_blocks, rows_aligned16(args.a, args.lda, 0, in_bytes),
-                         rows_aligned16(args.out, args.ldo, 0, out_bytes));
+                         outputs_aligned16(args, 0));
   }
   const int n_blocks = static_cast<int>(ceil_div(args.c_out, C::kCols));
   const cudaError_t status =
       launch_kernel(simt_fprop_kernel<C>, tiles * (kTileM / C::kRows) * args.groups * n_blocks * parts.count(),
                     C::kThreads, 0, stream, args, n_blocks, rows_aligned16(args.a, args.lda, args.a_group, in_bytes),
-                    rows_aligned16(args.out, args.ldo, args.c_out, out_bytes), parts);
+                    outputs_aligned16(args, args.c_out), parts);
   return status != cudaSuccess ? status : reduce_parts(given, parts, C::Acc, stream);
 }
 
@@ -417,7 +373,8 @@ __global__ void __launch_bounds__(C::kThreads, 2)
     for (int i = 0; i < 4; ++i) {
       const int ci = rb + tid / 16 * 4 + i;
       if (ci < args.c_in)
-        store4(out + (static_cast<int64_t>(group) * args.c_in + ci) * args.c_out + co, acc[i], args.c_out - co, false);
+        store_elements(out + (static_cast<int64_t>(group) * args.c_in + ci) * args.c_out + co, acc[i], args.c_out - co,
+                       false);
     }
   }
 }

@@ -180,23 +180,6 @@ __device__ inline void wgmma(Accumulator<Acc, N>& c, const uint32_t (&a)[4], uin
   wgmma<AtomT>(c, a, desc, std::make_integer_sequence<int, Accumulator<Acc, N>::kRegs>{});
 }
 
-// 4 x 4 transpose inside a quad of lanes: lane t gets word t of lanes 0..3.
-__device__ inline void quad_transpose(uint32_t (&p)[4], int t) {
-  const bool odd = t & 1, high = t & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t give = odd ? p[i] : p[i + 1];
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, give, 1);
-    (odd ? p[i] : p[i + 1]) = got;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t give = high ? p[i] : p[i + 2];
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, give, 2);
-    (high ? p[i] : p[i + 2]) = got;
-  }
-}
-
 // Walks the passes of the items dealt to worker `index` of `count` (`per_tile` items of a scheduled tile follow each
 // other), with the next item's row of the schedule already on its way. All roles of a CTA walk the same sequence.
 struct PassWalk {

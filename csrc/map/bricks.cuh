@@ -41,6 +41,17 @@ __device__ __forceinline__ uint32_t next_slot(uint32_t slot, uint32_t capacity) 
   return slot + 1 == capacity ? 0 : slot + 1;
 }
 
+// Rows to work on: `n`, or as many as the device says (kernels.h), from row `begin` of all on.
+struct Rows {
+  int64_t n;
+  const int64_t* count = nullptr;
+  int64_t begin = 0;
+
+  __device__ __forceinline__ int64_t number() const {
+    return count == nullptr ? n : max(int64_t{0}, min(*count - begin, n));
+  }
+};
+
 // Enters a brick that is not in the table, whose empty slots are all ones.
 __device__ __forceinline__ void insert_brick(Brick* table, uint32_t capacity, uint2 key, int first, uint32_t mask) {
   constexpr unsigned long long kEmpty = ~0ull;
@@ -58,14 +69,29 @@ __host__ __device__ __forceinline__ CoordBox make_box(const int* min, const int*
   for (int a = 0; a < 4; ++a) {
     box.low[a] = min[a] > max[a] ? 0 : a > 0 ? min[a] & ~1 : min[a];
     const uint32_t extent = min[a] > max[a] ? 0 : uint32_t(max[a]) - uint32_t(box.low[a]);
+#ifdef __CUDA_ARCH__
+    box.bits[a] = 32 - __clz(extent);  // 32 does not come from packable rows
+#else
     box.bits[a] = 0;
-    while (extent >> box.bits[a] != 0) ++box.bits[a];  // an extent of 2^31 and more does not come from packable rows
+    while (extent >> box.bits[a] != 0) ++box.bits[a];
+#endif
   }
   return box;
 }
 
 __host__ __device__ __forceinline__ int total_bits(const CoordBox& box) {
   return box.bits[0] + box.bits[1] + box.bits[2] + box.bits[3];
+}
+
+// Not less than a brick.
+__host__ __device__ __forceinline__ CoordBox whole_bricks(CoordBox box) {
+  for (int a = 1; a < 4; ++a) box.bits[a] = box.bits[a] > 1 ? box.bits[a] : 1;
+  return box;
+}
+
+// The box of whole bricks around the bounds, smallest and largest, that the device knows, or where it does not, `box`.
+__device__ __forceinline__ CoordBox box_of(const int* bounds, const CoordBox& box) {
+  return bounds == nullptr ? box : whole_bricks(make_box(bounds, bounds + 4));
 }
 
 // Morton code of a row inside the box, batch above.

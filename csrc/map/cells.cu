@@ -22,22 +22,20 @@ __device__ __forceinline__ int warp_scan(int value) {  // inclusive
   return value;
 }
 
-__host__ __device__ __forceinline__ CoordBox whole_bricks(CoordBox box) {
-  for (int a = 1; a < 4; ++a) box.bits[a] = box.bits[a] > 1 ? box.bits[a] : 1;
-  return box;
-}
-
 __device__ __forceinline__ int bytes_in_use(uint32_t word) {
   return __popc(((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u);
 }
 
+// Whether a block's words of a bitmap lie behind the cells of these bounds.
+__device__ __forceinline__ bool behind(const int* bounds, const Cells& cells) {
+  if (bounds == nullptr) return false;
+  const int64_t block = blockIdx.x - (blockIdx.x >= cells.row_blocks ? cells.row_blocks : 0);
+  return block * kWordsPerBlock >= int64_t{1} << max(total_bits(box_of(bounds, {})) - 5, 0);
+}
+
 // Bits of every kWordsPerBlock words of both bitmaps, and their numbers of cells and of bricks.
-// `surveyed`: the bitmap is larger than the box of these extents.
-__global__ void __launch_bounds__(kThreads) count_bits(const Cells cells, const CoordStats* surveyed) {
-  if (surveyed != nullptr) {
-    const int bits = total_bits(whole_bricks(make_box(surveyed->min, surveyed->max)));
-    if (int64_t{blockIdx.x} * kWordsPerBlock >= int64_t{1} << max(bits - 5, 0)) return;
-  }
+__global__ void __launch_bounds__(kThreads) count_bits(const Cells cells, const int* bounds) {
+  if (behind(bounds, cells)) return;
   __shared__ int warp_bits[kThreads / 32], warp_bytes[kThreads / 32];
   const int t = threadIdx.x, warp = t / 32, lane = t % 32;
   const uint4 words = cells.four_words();
@@ -78,13 +76,29 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// What index_cells tells and asks where the host does not know how many cells there are.
+struct Sized {
+  int64_t room;
+  const int* bounds = nullptr;
+  CellStats* found = nullptr;
+  int64_t* made = nullptr;
+};
+
 // Writes the rows of the first bitmap and the ranks of the second one's words, and empties the brick table.
 __global__ void __launch_bounds__(kThreads)
-    place(const Cells cells, const CoordBox box, int4* coords, uint4* table, int64_t capacity) {
+    place(const Cells cells, const CoordBox most, int4* coords, uint4* table, int64_t capacity, const Sized sized) {
   __shared__ int warp_total[kThreads / 32], warp_before[kThreads / 32];
   const int t = threadIdx.x, warp = t / 32, lane = t % 32;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + t; i < capacity; i += int64_t{gridDim.x} * kThreads) {
     table[i] = make_uint4(~0u, kNoBrick, ~0u, ~0u);
+  }
+  if (sized.made != nullptr) {
+    const bool fits = cells.stats->count <= sized.room;
+    if (blockIdx.x == 0 && t == 0) {
+      *sized.found = *cells.stats;
+      *sized.made = fits ? cells.stats->count : 0;
+    }
+    if (!fits || behind(sized.bounds, cells)) return;
   }
   if (cells.block_bits[blockIdx.x] == 0) return;
   const bool ranks = blockIdx.x >= cells.row_blocks;
@@ -112,6 +126,7 @@ __global__ void __launch_bounds__(kThreads)
     reinterpret_cast<int4*>(cells.ranks)[first_word / 4] = rank;
     return;
   }
+  const CoordBox box = box_of(sized.bounds, most);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     for (uint32_t rest = words[i]; rest != 0; rest &= rest - 1) {
@@ -128,9 +143,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Order and bricks of rows whose ranks are known.
-__global__ void __launch_bounds__(kThreads) index_rows(const Cells cells, const CoordBox box, const int4* coords,
-                                                       int64_t n, int* order, Brick* table, uint32_t capacity) {
-  const int64_t step = int64_t(gridDim.x) * kThreads;
+__global__ void __launch_bounds__(kThreads)
+    index_rows(const Cells cells, const CoordBox most, const int* bounds, const int4* coords, const Rows rows,
+               int* order, Brick* table, uint32_t capacity) {
+  const CoordBox box = box_of(bounds, most);
+  const int64_t step = int64_t(gridDim.x) * kThreads, n = rows.number();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
     const int4 c = coords[i];
     const auto cell = static_cast<uint32_t>(morton(box, c));
@@ -143,14 +160,15 @@ __global__ void __launch_bounds__(kThreads) index_rows(const Cells cells, const 
 }
 
 cudaError_t index_with(const Cells& cells, const CoordBox& box, int64_t count, int* coords, int* order, Brick* table,
-                       int64_t capacity, cudaStream_t stream) {
+                       int64_t capacity, const Sized& sized, cudaStream_t stream) {
   auto* rows = reinterpret_cast<int4*>(coords);
-  place<<<cells.blocks, kThreads, 0, stream>>>(cells, box, rows, reinterpret_cast<uint4*>(table), capacity);
+  place<<<cells.blocks, kThreads, 0, stream>>>(cells, box, rows, reinterpret_cast<uint4*>(table), capacity, sized);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess || count == 0) return error;
   const int blocks = blocks_for(count);
   const auto slots = static_cast<uint32_t>(capacity);
-  index_rows<<<blocks, kThreads, 0, stream>>>(cells, box, rows, count, order, table, slots);
+  const Rows number{count, sized.made};
+  index_rows<<<blocks, kThreads, 0, stream>>>(cells, box, sized.bounds, rows, number, order, table, slots);
   return cudaGetLastError();
 }
 
@@ -183,16 +201,17 @@ cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t strea
   return cudaMemsetAsync(workspace, 0, Cells(workspace, box).clear_bytes, stream);
 }
 
-cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t stream) {
+cudaError_t count_cells(const CoordBox& box, const int* bounds, void* workspace, cudaStream_t stream) {
   const Cells cells(workspace, box);
-  count_bits<<<cells.blocks, kThreads, 0, stream>>>(cells, nullptr);
+  count_bits<<<cells.blocks, kThreads, 0, stream>>>(cells, bounds);
   return cudaGetLastError();
 }
 
-cudaError_t index_cells(const CoordBox& box, void* workspace, int64_t count, int* coords, int* order, Brick* table,
-                        int64_t capacity, cudaStream_t stream) {
+cudaError_t index_cells(const CoordBox& box, const int* bounds, void* workspace, int64_t count, int* coords, int* order,
+                        Brick* table, int64_t capacity, CellStats* found, int64_t* made, cudaStream_t stream) {
   if (count < 0 || count > INT_MAX || capacity < 1 || capacity > UINT_MAX) return cudaErrorInvalidValue;
-  return index_with(Cells(workspace, box), box, count, coords, order, table, capacity, stream);
+  const Sized sized{count, bounds, found, made};
+  return index_with(Cells(workspace, box), box, count, coords, order, table, capacity, sized, stream);
 }
 
 size_t survey_workspace(int64_t n) { return Survey(nullptr, n).total_bytes; }
@@ -210,7 +229,7 @@ cudaError_t survey_coords(const int* coords, int64_t n, SurveyStats* stats, void
   cells.stats = &stats->cells;
   cells.block_bits = survey.block_bits;
   cells.blocks = static_cast<unsigned>(survey.words / kWordsPerBlock);
-  count_bits<<<cells.blocks, kThreads, 0, stream>>>(cells, &stats->coords);
+  count_bits<<<cells.blocks, kThreads, 0, stream>>>(cells, stats->coords.min);
   return cudaGetLastError();
 }
 
@@ -229,7 +248,7 @@ cudaError_t index_survey(const SurveyStats& stats, const int* coords, int64_t n,
   cells.block_bits = survey.block_bits;
   cells.ranks = survey.ranks;
   cells.blocks = static_cast<unsigned>(words_of(bits_of(box)) / kWordsPerBlock);
-  return index_with(cells, box, n, const_cast<int*>(coords), order, table, capacity, stream);
+  return index_with(cells, box, n, const_cast<int*>(coords), order, table, capacity, {n}, stream);
 }
 
 }  // namespace voxmma

@@ -1,6 +1,8 @@
 // The bitmaps of cells.cu, and how their workspace is laid out.
 #pragma once
 
+#include <cstddef>
+
 #include "bricks.cuh"
 #include "grid.cuh"
 
@@ -50,5 +52,7 @@ namespace voxmma {
 // Writes extents and bad_row of `stats`, zeros `cells` (or null) and `words` words of `bits`.
 cudaError_t measure_coords(const int* coords, int64_t n, CoordStats* stats, CellStats* cells, uint32_t* bits,
                            int64_t words, cudaStream_t);
+
+static_assert(offsetof(CoordStats, max) == offsetof(CoordStats, min) + 4 * sizeof(int), "bounds are read as 8 numbers");
 
 }  // namespace voxmma

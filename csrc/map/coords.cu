@@ -40,33 +40,60 @@ cudaError_t make_workspace(void* base, int64_t n, Workspace* w) {
   return error;
 }
 
+__device__ __forceinline__ void init_bounds(int* bounds) {
+  for (int a = 0; a < 4; ++a) {
+    bounds[a] = INT_MAX;
+    bounds[4 + a] = INT_MIN;
+  }
+}
+
+// -1 is also the largest unsigned number, so an unsigned atomicMin finds the smallest row or leaves -1.
 __global__ void init_stats(CoordStats* stats, CellStats* cells) {
   if (cells != nullptr) *cells = CellStats{};
-  // -1 is also the largest unsigned number, so an unsigned atomicMin finds the smallest row or leaves -1.
   stats->bad_row = stats->duplicate = -1;
   stats->bricks = 0;
-  for (int a = 0; a < 4; ++a) {
-    stats->min[a] = INT_MAX;
-    stats->max[a] = INT_MIN;
-  }
+  init_bounds(stats->min);
+}
+
+__global__ void init_sized(SizedStats* stats, int* bounds, const int64_t* count) {
+  *stats = {*count, -1, -1, 0};
+  init_bounds(bounds);
 }
 
 __device__ __forceinline__ void report_smallest(int64_t* row, int64_t candidate) {
   atomicMin(reinterpret_cast<unsigned long long*>(row), static_cast<unsigned long long>(candidate));
 }
 
-// Extents of the packable rows, and the first row that is none. Clears a bitmap on the way.
+// Where valid rows lie.
+struct Range {
+  int low[4] = {0, -kCoordBias, -kCoordBias, -kCoordBias};
+  int high[4] = {kBatchMax, kCoordBias - 1, kCoordBias - 1, kCoordBias - 1};
+
+  Range() = default;
+  explicit Range(const OrderArgs& args) {
+    if (args.sized == nullptr) return;
+    std::copy(args.low, args.low + 4, low);
+    std::copy(args.high, args.high + 4, high);
+  }
+  __device__ __forceinline__ bool has(int4 c) const {
+    return c.x >= low[0] && c.x <= high[0] && c.y >= low[1] && c.y <= high[1] && c.z >= low[2] && c.z <= high[2] &&
+           c.w >= low[3] && c.w <= high[3];
+  }
+};
+
+// Extents [8] of the valid rows, and the first row that is none. Clears a bitmap on the way.
 __global__ void __launch_bounds__(kThreads)
-    measure(const int4* coords, int64_t n, CoordStats* stats, uint4* bits, int64_t fours) {
+    measure(const int4* coords, const Rows rows, const __grid_constant__ Range range, int* bounds, int64_t* bad_row,
+            uint4* bits, int64_t fours) {
   int low[4] = {INT_MAX, INT_MAX, INT_MAX, INT_MAX};
   int high[4] = {INT_MIN, INT_MIN, INT_MIN, INT_MIN};
-  const int64_t step = int64_t(gridDim.x) * kThreads;
+  const int64_t step = int64_t(gridDim.x) * kThreads, n = rows.number();
   const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   for (int64_t i = first; i < fours; i += step) bits[i] = make_uint4(0, 0, 0, 0);
   for (int64_t i = first; i < n; i += step) {
     const int4 c = coords[i];
-    if (!packable(c)) {
-      report_smallest(&stats->bad_row, i);
+    if (!range.has(c)) {
+      report_smallest(bad_row, i);
       continue;
     }
     const int v[4] = {c.x, c.y, c.z, c.w};
@@ -97,19 +124,28 @@ __global__ void __launch_bounds__(kThreads)
       hi = max(hi, warp_high[w][a]);
     }
     if (lo <= hi) {
-      atomicMin(&stats->min[a], lo);
-      atomicMax(&stats->max[a], hi);
+      atomicMin(bounds + a, lo);
+      atomicMax(bounds + 4 + a, hi);
     }
   }
 }
 
-// Word `word` of the Morton codes, of the rows as they come or as `rows` names them.
-__global__ void __launch_bounds__(kThreads) sort_keys(const int4* coords, int64_t n, const CoordBox box, int word,
-                                                      const int* rows, uint32_t* key_out, int* row_out) {
-  const int64_t step = int64_t(gridDim.x) * kThreads;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
+// Word `word` of the Morton codes, of the rows as they come or as `rows` names them. All ones for rows that are bad or
+// beyond the number that there are: the sort is stable, so these come behind all others.
+__global__ void __launch_bounds__(kThreads)
+    sort_keys(const __grid_constant__ OrderArgs args, const __grid_constant__ Range range, int word, const int* rows,
+              uint32_t* key_out, int* row_out) {
+  const auto* coords = reinterpret_cast<const int4*>(args.coords);
+  const CoordBox box = box_of(args.bounds, args.box);
+  const int64_t step = int64_t(gridDim.x) * kThreads, number = Rows{args.n, args.count}.number();
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < args.n; i += step) {
     const int row = rows != nullptr ? rows[i] : static_cast<int>(i);
-    key_out[i] = static_cast<uint32_t>(morton(box, coords[row]) >> (32 * word));
+    uint32_t key = ~0u;
+    if (row < number) {
+      const int4 c = coords[row];
+      if (args.sized == nullptr || range.has(c)) key = static_cast<uint32_t>(morton(box, c) >> (32 * word));
+    }
+    key_out[i] = key;
     if (rows == nullptr) row_out[i] = row;
   }
 }
@@ -118,9 +154,11 @@ __device__ __forceinline__ bool same(uint2 a, uint2 b) { return a.x == b.x && a.
 
 // Bricks and duplicates of an ordered set: both are runs.
 __global__ void __launch_bounds__(kThreads)
-    check_order(const int4* coords, const int* order, int64_t n, CoordStats* stats) {
+    check_order(const __grid_constant__ OrderArgs args, const __grid_constant__ Range range) {
+  const auto* coords = reinterpret_cast<const int4*>(args.coords);
+  const int* order = args.order;
   int bricks = 0;
-  const int64_t step = int64_t(gridDim.x) * kThreads;
+  const int64_t step = int64_t(gridDim.x) * kThreads, n = Rows{args.n, args.count}.number();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
     const int row = order[i];
     const int4 c = coords[row];
@@ -130,28 +168,31 @@ __global__ void __launch_bounds__(kThreads)
       const int4 before = coords[twin];
       new_brick = !same(brick_key(c), brick_key(before));
       // The second row of a run repeats the first, the earliest of its place; later ones are larger rows.
-      if (!new_brick && brick_cell(c) == brick_cell(before) && packable(c)) {
-        report_smallest(&stats->duplicate, int64_t{row} << 32 | int64_t{twin});
+      if (!new_brick && brick_cell(c) == brick_cell(before) && range.has(c)) {
+        report_smallest(args.sized != nullptr ? &args.sized->duplicate : &args.stats->duplicate,
+                        int64_t{row} << 32 | int64_t{twin});
       }
     }
     bricks += new_brick;
   }
+  if (args.stats == nullptr) return;
   __shared__ int warp_bricks[kThreads / 32];
   bricks = __reduce_add_sync(0xffffffffu, bricks);
   if (threadIdx.x % 32 == 0) warp_bricks[threadIdx.x / 32] = bricks;
   __syncthreads();
   if (threadIdx.x == 0) {
     for (int w = 1; w < kThreads / 32; ++w) bricks += warp_bricks[w];
-    atomicAdd(reinterpret_cast<unsigned long long*>(&stats->bricks), static_cast<unsigned long long>(bricks));
+    atomicAdd(reinterpret_cast<unsigned long long*>(&args.stats->bricks), static_cast<unsigned long long>(bricks));
   }
 }
 
 // The first rank of each brick enters it.
 __global__ void __launch_bounds__(kThreads)
-    insert_bricks(const int4* coords, const int* order, int64_t n, Brick* table, uint32_t capacity) {
-  const int64_t step = int64_t(gridDim.x) * kThreads;
+    insert_bricks(const int4* coords, const int* order, const Rows rows, Brick* table, uint32_t capacity) {
+  const int64_t step = int64_t(gridDim.x) * kThreads, n = rows.number();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
     const int4 c = coords[order[i]];
+    if (!packable(c)) continue;
     const uint2 key = brick_key(c);
     if (i > 0 && same(key, brick_key(coords[order[i - 1]]))) continue;
     uint32_t mask = 1u << brick_cell(c);
@@ -177,7 +218,8 @@ cudaError_t measure_coords(const int* coords, int64_t n, CoordStats* stats, Cell
   if (error != cudaSuccess || (n == 0 && words == 0)) return error;
   const int blocks = blocks_for(n > words / 4 ? n : words / 4);
   auto* fours = reinterpret_cast<uint4*>(bits);
-  measure<<<blocks, kThreads, 0, stream>>>(reinterpret_cast<const int4*>(coords), n, stats, fours, words / 4);
+  measure<<<blocks, kThreads, 0, stream>>>(reinterpret_cast<const int4*>(coords), Rows{n}, Range{}, stats->min,
+                                           &stats->bad_row, fours, words / 4);
   return cudaGetLastError();
 }
 
@@ -188,9 +230,9 @@ size_t order_workspace(int64_t n) {
 }
 
 cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
-  if (args.n < 0 || args.n > INT_MAX) return cudaErrorInvalidValue;
-  const auto* coords = reinterpret_cast<const int4*>(args.coords);
+  if (args.n < 0 || args.n > INT_MAX || (args.sized != nullptr && args.stats != nullptr)) return cudaErrorInvalidValue;
   const int blocks = blocks_for(args.n), n = static_cast<int>(args.n);
+  const Range range(args);
   Workspace w;
   cudaError_t error = make_workspace(args.workspace, args.n, &w);
   if (error != cudaSuccess) return error;
@@ -198,14 +240,20 @@ cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
     error = measure_coords(args.coords, args.n, args.stats, nullptr, nullptr, 0, stream);
     if (error != cudaSuccess) return error;
   }
+  if (args.sized != nullptr) {
+    init_sized<<<1, 1, 0, stream>>>(args.sized, args.bounds, args.count);
+    if ((error = cudaGetLastError()) != cudaSuccess || n == 0) return error;
+    measure<<<blocks, kThreads, 0, stream>>>(reinterpret_cast<const int4*>(args.coords), Rows{n, args.count}, range,
+                                             args.bounds, &args.sized->bad_row, nullptr, 0);
+    if ((error = cudaGetLastError()) != cudaSuccess) return error;
+  }
   if (n == 0) return cudaSuccess;
 
-  const CoordBox box = args.box;
-  const int bits = bits_of(box);
+  const int bits = bits_of(args.box);
   const int words = bits > kSortBits ? 2 : 1;
   for (int word = 0; word < words; ++word) {  // least significant first: the sort is stable
     const int* rows = word == 0 ? nullptr : w.row_low;
-    sort_keys<<<blocks, kThreads, 0, stream>>>(coords, n, box, word, rows, w.key_in, w.row_in);
+    sort_keys<<<blocks, kThreads, 0, stream>>>(args, range, word, rows, w.key_in, w.row_in);
     if ((error = cudaGetLastError()) != cudaSuccess) return error;
     error = cub::DeviceRadixSort::SortPairs(w.cub, w.cub_bytes, static_cast<const uint32_t*>(w.key_in), w.key_out,
                                             static_cast<const int*>(word == 0 ? w.row_in : w.row_low),
@@ -213,7 +261,7 @@ cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
                                             std::clamp(bits - word * kSortBits, 1, kSortBits), stream);
     if (error != cudaSuccess) return error;
   }
-  if (args.stats != nullptr) check_order<<<blocks, kThreads, 0, stream>>>(coords, args.order, n, args.stats);
+  if (args.stats != nullptr || args.sized != nullptr) check_order<<<blocks, kThreads, 0, stream>>>(args, range);
   return cudaGetLastError();
 }
 
@@ -221,13 +269,13 @@ int64_t brick_capacity(int64_t n, int64_t bricks) {
   return std::clamp<int64_t>(bricks >= 0 ? 5 * bricks / 2 : n + n / 2, kMinCapacity, UINT_MAX);
 }
 
-cudaError_t build_bricks(const int* coords, const int* order, int64_t n, Brick* table, int64_t capacity,
-                         cudaStream_t stream) {
+cudaError_t build_bricks(const int* coords, const int* order, int64_t n, const int64_t* count, Brick* table,
+                         int64_t capacity, cudaStream_t stream) {
   if (n < 0 || n > INT_MAX || capacity < 1 || capacity > UINT_MAX) return cudaErrorInvalidValue;
   const cudaError_t error = cudaMemsetAsync(table, 0xff, size_t(capacity) * sizeof(Brick), stream);
   if (error != cudaSuccess || n == 0) return error;
-  insert_bricks<<<blocks_for(n), kThreads, 0, stream>>>(reinterpret_cast<const int4*>(coords), order, n, table,
-                                                        static_cast<uint32_t>(capacity));
+  insert_bricks<<<blocks_for(n), kThreads, 0, stream>>>(reinterpret_cast<const int4*>(coords), order, Rows{n, count},
+                                                        table, static_cast<uint32_t>(capacity));
   return cudaGetLastError();
 }
 

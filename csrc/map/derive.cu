@@ -25,6 +25,7 @@ struct Axis {
   int period;   // to windows: kernel positions from one site to the next
   int shared;   // gcd of stride and dilation
   int inverse;  // of dilation / shared, modulo period
+  int end;      // sites lie in [0, end); 0: anywhere
 };
 
 struct Rule {
@@ -45,6 +46,7 @@ Rule make_rule(const ExpandArgs& args) {
     axis.stride = args.stride[a];
     axis.dilation = args.dilation[a];
     axis.padding = args.padding[a];
+    axis.end = args.shape[a];
     axis.shared = gcd(axis.stride, axis.dilation);
     axis.period = axis.stride / axis.shared;
     axis.slots = args.to_children ? axis.size : (axis.size + axis.period - 1) / axis.period;
@@ -60,11 +62,15 @@ __host__ __device__ __forceinline__ int floor_div(int value, int div) {
   return quotient - (value % div < 0);
 }
 
+__device__ __forceinline__ bool on_grid(const Axis& axis, int v) {
+  return axis.end == 0 || static_cast<uint32_t>(v) < static_cast<uint32_t>(axis.end);
+}
+
 // The j-th site that coordinate v leads to along an axis; false when there is none.
 __device__ __forceinline__ bool site(const Axis& axis, bool to_children, int v, int j, int& out) {
   if (to_children) {
     out = v * axis.stride - axis.padding + j * axis.dilation;
-    return true;
+    return on_grid(axis, out);
   }
   // (v + padding - k * dilation) / stride must be whole. With g = gcd(stride, dilation) there is such a k only if g
   // divides q = v + padding; then it is of one residue modulo stride / g.
@@ -72,7 +78,7 @@ __device__ __forceinline__ bool site(const Axis& axis, bool to_children, int v, 
   const int64_t residue = shared - floor_div(shared, axis.period) * axis.period;
   const int k = static_cast<int>(residue * axis.inverse % axis.period) + j * axis.period;
   out = k < axis.size ? floor_div(q - k * axis.dilation, axis.stride) : 0;
-  return k < axis.size && shared * axis.shared == q;
+  return k < axis.size && shared * axis.shared == q && on_grid(axis, out);
 }
 
 template <class Key>
@@ -88,14 +94,20 @@ __device__ __forceinline__ uint64_t swap_if(uint64_t* slot, uint64_t key) {
   return atomicCAS(reinterpret_cast<unsigned long long*>(slot), ~0ull, static_cast<unsigned long long>(key));
 }
 
-// True when the key was not there.
+// True when the key was not there. In a table that may be too small, `full` is set where the search has gone on for
+// longer than it does in one that is not.
 template <class Key>
-__device__ __forceinline__ bool insert(Key* table, uint32_t capacity, Key key) {
+__device__ __forceinline__ bool insert(Key* table, uint32_t capacity, Key key, bool* full = nullptr) {
+  constexpr int kMostProbes = 4096;
   uint32_t slot = home(key, capacity);
   Key seen;
-  while ((seen = swap_if(table + slot, key)) != key) {
+  for (int probes = 0; (seen = swap_if(table + slot, key)) != key; ++probes) {
     if (seen == kEmpty<Key>) return true;
     slot = next_slot(slot, capacity);
+    if (full != nullptr && probes == kMostProbes) {
+      *full = true;
+      break;
+    }
   }
   return false;
 }
@@ -112,32 +124,74 @@ __device__ __forceinline__ bool candidate(const int4* coords, const Rule& rule, 
   return site(rule.axis[2], rule.to_children, c.w, int(rest) % slots_z, out.w) && exists;
 }
 
-// One candidate a thread and round; new keys are counted and written block by block.
+__host__ __device__ __forceinline__ int64_t candidates_of(const Rule& rule) {  // of a row
+  return int64_t{rule.axis[0].slots} * rule.axis[1].slots * rule.axis[2].slots;
+}
+
+// Bounds [8] of the packable sites that rows within bounds lead to, none where there are no rows: reach() of
+// voxmma/sparse/derive.py.
+__device__ __forceinline__ void reach(const int* from, const Rule& rule, int* to) {
+  to[0] = from[0];
+  to[4] = from[4];
+#pragma unroll
+  for (int a = 0; a < 3; ++a) {
+    const Axis& axis = rule.axis[a];
+    const int64_t first = from[1 + a], last = from[5 + a], span = int64_t{axis.size - 1} * axis.dilation;
+    const auto divide = [&](int64_t v) { return (v - (v % axis.stride + axis.stride) % axis.stride) / axis.stride; };
+    int64_t low, high;
+    if (rule.to_children) {
+      low = first * axis.stride - axis.padding;
+      high = last * axis.stride - axis.padding + span;
+    } else {
+      low = -divide(span - axis.padding - first);
+      high = divide(last + axis.padding);
+    }
+    const int64_t begin = axis.end == 0 ? -kCoordBias : 0, end = axis.end == 0 ? kCoordBias - 1 : axis.end - 1;
+    low = min(max(low, begin), end);
+    high = max(min(high, end), low);
+    to[1 + a] = static_cast<int>(from[0] > from[4] ? INT_MAX : low);
+    to[5 + a] = static_cast<int>(from[0] > from[4] ? INT_MIN : high);
+  }
+}
+
+// Key of a site; false for one that is not packable or not in the box.
+template <class Key>
+__device__ __forceinline__ bool site_key(const CoordBox& box, int4 c, Key& key) {
+  const int v[4] = {c.x, c.y, c.z, c.w};
+  bool inside = coord_in_range(c.y) && coord_in_range(c.z) && coord_in_range(c.w);
+  key = 0;
+#pragma unroll
+  for (int a = 0; a < 4; ++a) {
+    const uint32_t distance = uint32_t(v[a]) - uint32_t(box.low[a]);
+    inside = inside && distance >> box.bits[a] == 0;
+    key = key << box.bits[a] | Key(distance);
+  }
+  return inside;
+}
+
+// One candidate a thread and round; new keys are counted and written block by block. Where there may not be room for
+// all, no more than `room` are written, and soon none are looked for.
 template <class Key>
 __global__ void __launch_bounds__(kThreads)
-    expand(const int4* coords, int64_t candidates, const __grid_constant__ Rule rule, Key* table, uint32_t capacity,
-           Key* keys, ExpandStats* stats) {
+    expand(const int4* coords, const Rows rows, const __grid_constant__ Rule rule, const int* row_bounds, int* bounds,
+           Key* table, uint32_t capacity, Key* keys, int64_t room, ExpandStats* stats) {
   __shared__ int warp_new[kThreads / 32];
   __shared__ int64_t first;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const CoordBox& box = rule.box;
+  const bool sized = rows.count != nullptr;
+  const int64_t candidates = rows.number() * candidates_of(rule);
+  if (row_bounds != nullptr && blockIdx.x == 0 && threadIdx.x == 0) reach(row_bounds, rule, bounds);
   bool outside = false;
   for (int64_t begin = int64_t(blockIdx.x) * kThreads; begin < candidates; begin += int64_t(gridDim.x) * kThreads) {
     const uint32_t i = static_cast<uint32_t>(begin) + threadIdx.x;
     bool fresh = false;
     Key key = 0;
-    if (i < candidates) {
+    bool full = sized && *static_cast<volatile int64_t*>(&stats->count) > room;
+    if (i < candidates && !full) {
       int4 c;
-      const bool exists = candidate(coords, rule, i, c);
-      const bool inside = coord_in_range(c.y) && coord_in_range(c.z) && coord_in_range(c.w);
+      const bool exists = candidate(coords, rule, i, c), inside = site_key(rule.box, c, key);
       outside = outside || (exists && !inside);
-      if (exists && inside) {
-        key = Key(c.x - box.low[0]);
-        key = key << box.bits[1] | Key(c.y - box.low[1]);
-        key = key << box.bits[2] | Key(c.z - box.low[2]);
-        key = key << box.bits[3] | Key(c.w - box.low[3]);
-        fresh = insert(table, capacity, key);
-      }
+      if (exists && inside) fresh = insert(table, capacity, key, sized ? &full : nullptr);
     }
     const uint32_t ballot = __ballot_sync(0xffffffffu, fresh);
     if (lane == 0) warp_new[warp] = __popc(ballot);
@@ -153,30 +207,47 @@ __global__ void __launch_bounds__(kThreads)
           atomicAdd(reinterpret_cast<unsigned long long*>(&stats->count), static_cast<unsigned long long>(total)));
     }
     __syncthreads();
-    if (fresh) keys[first + before + __popc(ballot & ((1u << lane) - 1))] = key;
+    const int64_t at = first + before + __popc(ballot & ((1u << lane) - 1));
+    if (fresh && at < room) keys[at] = key;
+    if (full)
+      atomicMax(reinterpret_cast<unsigned long long*>(&stats->count), static_cast<unsigned long long>(room) + 1);
   }
   if (outside) stats->outside = 1;
+}
+
+// How many sites there are: as many as were found, or none where there was not room for all.
+__global__ void tell_found(const ExpandStats* stats, int64_t room, CellStats* found, int64_t* made) {
+  *found = {stats->count, stats->outside, 0};
+  *made = stats->count <= room ? stats->count : 0;
 }
 
 // Sets the candidates' bits. The rows lie in the bounds that the box is around; what is not in it is called outside,
 // which keeps a wrong bound from writing elsewhere.
 __global__ void __launch_bounds__(kThreads)
-    mark_candidates(const int4* coords, int64_t candidates, const __grid_constant__ Rule rule, const Cells cells) {
-  const CoordBox& box = rule.box;
+    mark_candidates(const int4* coords, const Rows rows, const __grid_constant__ Rule rule, const int* row_bounds,
+                    int* bounds, const Cells cells) {
+  CoordBox box = rule.box;
+  const int64_t candidates = rows.number() * candidates_of(rule);
+  if (row_bounds != nullptr) {
+    int to[8];
+    reach(row_bounds, rule, to);
+    box = whole_bricks(make_box(to, to + 4));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (blockIdx.x == 0 && threadIdx.x == 0) bounds[i] = to[i];
+    }
+    if (total_bits(box) > total_bits(rule.box)) {
+      cells.stats->outside = 1;
+      return;
+    }
+  }
   bool outside = false;
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < candidates; i += step) {
     int4 c;
     if (!candidate(coords, rule, static_cast<uint32_t>(i), c)) continue;
-    const int v[4] = {c.x, c.y, c.z, c.w};
-    bool inside = coord_in_range(c.y) && coord_in_range(c.z) && coord_in_range(c.w);
-    uint32_t key = 0;
-#pragma unroll
-    for (int a = 0; a < 4; ++a) {
-      const uint32_t distance = uint32_t(v[a]) - uint32_t(box.low[a]);
-      inside = inside && distance >> box.bits[a] == 0;
-      key = key << box.bits[a] | distance;
-    }
+    uint32_t key;
+    const bool inside = site_key(box, c, key);
     outside = outside || !inside;
     if (!inside) continue;
     uint32_t* word = cells.rows + key / 32;
@@ -195,8 +266,8 @@ __global__ void __launch_bounds__(kThreads) rehash(const Key* keys, int64_t coun
 }
 
 template <class Key>
-__global__ void __launch_bounds__(kThreads) unpack(const Key* keys, int64_t count, CoordBox box, int4* coords) {
-  const int64_t step = int64_t(gridDim.x) * kThreads;
+__global__ void __launch_bounds__(kThreads) unpack(const Key* keys, const Rows rows, CoordBox box, int4* coords) {
+  const int64_t step = int64_t(gridDim.x) * kThreads, count = rows.number();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
     uint64_t key = keys[i];
     int v[4];
@@ -211,10 +282,11 @@ __global__ void __launch_bounds__(kThreads) unpack(const Key* keys, int64_t coun
 
 template <class Key>
 cudaError_t expand_with(const ExpandArgs& args, cudaStream_t stream) {
-  const int64_t candidates = expand_bound(args);
-  expand<Key><<<blocks_for(candidates), kThreads, 0, stream>>>(
-      reinterpret_cast<const int4*>(args.coords), candidates, make_rule(args), static_cast<Key*>(args.table),
-      static_cast<uint32_t>(args.capacity), static_cast<Key*>(args.keys), args.stats);
+  const Rows rows{args.n, args.count, args.begin};
+  expand<Key><<<blocks_for(expand_bound(args)), kThreads, 0, stream>>>(
+      reinterpret_cast<const int4*>(args.coords), rows, make_rule(args), args.row_bounds, args.bounds,
+      static_cast<Key*>(args.table), static_cast<uint32_t>(args.capacity), static_cast<Key*>(args.keys),
+      args.count == nullptr ? INT64_MAX : args.room, args.stats);
   return cudaGetLastError();
 }
 
@@ -239,12 +311,13 @@ struct Unpacking {
 };
 
 template <class Key>
-cudaError_t unpack_with(const CoordBox& box, const void* keys, int64_t count, int* coords, void* workspace,
-                        cudaStream_t stream) {
+cudaError_t unpack_with(const CoordBox& box, const void* keys, int64_t count, const int64_t* made, int* coords,
+                        void* workspace, cudaStream_t stream) {
   Unpacking<Key> u(workspace, box, count);
   if (u.error == cudaSuccess) u.error = u.sort(static_cast<const Key*>(keys), box, count, stream);
   if (u.error != cudaSuccess) return u.error;
-  unpack<Key><<<blocks_for(count), kThreads, 0, stream>>>(u.sorted, count, box, reinterpret_cast<int4*>(coords));
+  const Rows rows{count, made};
+  unpack<Key><<<blocks_for(count), kThreads, 0, stream>>>(u.sorted, rows, box, reinterpret_cast<int4*>(coords));
   return cudaGetLastError();
 }
 
@@ -252,7 +325,7 @@ bool valid(const ExpandArgs& args) {
   if (args.n < 0) return false;
   for (int a = 0; a < 3; ++a) {
     if (args.size[a] < 1 || args.size[a] > kMaxKernel || args.stride[a] < 1 || args.stride[a] > kMaxStride ||
-        args.dilation[a] < 1) {
+        args.dilation[a] < 1 || args.shape[a] < 0) {
       return false;
     }
   }
@@ -265,27 +338,24 @@ bool narrow(const CoordBox& box) { return bits_of(box) <= kNarrowBits; }
 
 size_t key_bytes(const CoordBox& box) { return narrow(box) ? sizeof(uint32_t) : sizeof(uint64_t); }
 
-int64_t expand_bound(const ExpandArgs& args) {
-  const Rule rule = make_rule(args);
-  return args.n * rule.axis[0].slots * rule.axis[1].slots * rule.axis[2].slots;
-}
+int64_t expand_bound(const ExpandArgs& args) { return args.n * candidates_of(make_rule(args)); }
 
 int64_t expand_capacity(int64_t keys) { return std::max<int64_t>(keys + keys / 2, 64); }
 
 cudaError_t expand_cells(const ExpandArgs& args, void* workspace, cudaStream_t stream) {
   if (!valid(args) || bits_of(args.box) > kMaxCellBits) return cudaErrorInvalidValue;
-  if (args.n == 0) return cudaSuccess;
-  const int64_t candidates = expand_bound(args);
+  if (args.n == 0 && args.count == nullptr) return cudaSuccess;
   const auto* coords = reinterpret_cast<const int4*>(args.coords);
   const Cells cells(workspace, args.box);
-  const Rule rule = make_rule(args);
-  mark_candidates<<<blocks_for(candidates), kThreads, 0, stream>>>(coords, candidates, rule, cells);
+  const Rows rows{args.n, args.count, args.begin};
+  mark_candidates<<<blocks_for(expand_bound(args)), kThreads, 0, stream>>>(coords, rows, make_rule(args),
+                                                                           args.row_bounds, args.bounds, cells);
   return cudaGetLastError();
 }
 
 cudaError_t expand_coords(const ExpandArgs& args, cudaStream_t stream) {
   if (!valid(args) || args.capacity < 1 || args.capacity > UINT_MAX) return cudaErrorInvalidValue;
-  if (args.n == 0) return cudaSuccess;
+  if (args.n == 0 && args.count == nullptr) return cudaSuccess;
   return narrow(args.box) ? expand_with<uint32_t>(args, stream) : expand_with<uint64_t>(args, stream);
 }
 
@@ -309,12 +379,17 @@ size_t unpack_workspace(const CoordBox& box, int64_t count) {
                      : Unpacking<uint64_t>(nullptr, box, count).total_bytes;
 }
 
-cudaError_t unpack_keys(const CoordBox& box, const void* keys, int64_t count, int* coords, void* workspace,
-                        cudaStream_t stream) {
+cudaError_t count_keys(const ExpandStats* stats, int64_t room, CellStats* found, int64_t* made, cudaStream_t stream) {
+  tell_found<<<1, 1, 0, stream>>>(stats, room, found, made);
+  return cudaGetLastError();
+}
+
+cudaError_t unpack_keys(const CoordBox& box, const void* keys, int64_t count, const int64_t* made, int* coords,
+                        void* workspace, cudaStream_t stream) {
   if (count < 0 || count > INT_MAX) return cudaErrorInvalidValue;
   if (count == 0) return cudaSuccess;
-  return narrow(box) ? unpack_with<uint32_t>(box, keys, count, coords, workspace, stream)
-                     : unpack_with<uint64_t>(box, keys, count, coords, workspace, stream);
+  return narrow(box) ? unpack_with<uint32_t>(box, keys, count, made, coords, workspace, stream)
+                     : unpack_with<uint64_t>(box, keys, count, made, coords, workspace, stream);
 }
 
 }  // namespace voxmma

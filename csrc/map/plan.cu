@@ -485,113 +485,167 @@ __device__ __forceinline__ int64_t bump(int64_t* counter, int64_t amount) {
       atomicAdd(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(amount)));
 }
 
+// Tiles that have rows.
+__device__ __forceinline__ int tiles_in_use(const Rows& rows) {
+  return static_cast<int>((rows.number() + kTileM - 1) / kTileM);
+}
+
+// Place of a tile in the Morton order of the schedule, which follows the balanced one.
+__device__ __forceinline__ ScheduledTile& in_order(const PlanArgs& args, int tile) {
+  const int tiles = args.compact ? tiles_in_use({args.n_out, args.out_count}) : static_cast<int>(gridDim.x);
+  return args.schedule[tiles + tile];
+}
+
+// Makes a tile one without rows or neighbours, with the passes that all such tiles share. By the whole block.
+__device__ __forceinline__ void empty_tile(const PlanArgs& args, int tile, int volume) {
+  const int t = threadIdx.x;
+  args.order[int64_t{tile} * kTileM + t] = -1;
+  auto* local = reinterpret_cast<int4*>(args.local + int64_t{tile} * volume * kTileM);
+  constexpr int kNone2 = kMissing << 16 | kMissing;
+  for (int i = t; i < volume * kTileM / 8; i += kThreads) local[i] = make_int4(kNone2, kNone2, kNone2, kNone2);
+  if (t == 0) in_order(args, tile) = ScheduledTile{tile, static_cast<int>(args.pass_capacity), empty_passes(volume), 0};
+}
+
+// Writes the passes of empty tiles. By the whole block.
+__device__ __forceinline__ void share_passes(const PlanArgs& args, int volume) {
+  const int passes = empty_passes(volume);
+  for (int i = threadIdx.x; i < passes; i += kThreads) {
+    const int begin = i * kPassOffsets;
+    args.passes[args.pass_capacity + i] = Pass{begin, min(kPassOffsets, volume - begin), 0, 0};
+  }
+  for (int i = threadIdx.x; i < passes * kFrags; i += kThreads) args.frag[args.pass_capacity * kFrags + i] = 0;
+}
+
+// Static shared memory of a block.
+struct BlockShared {
+  int warp_total[kWarps];
+  ulonglong2 warp_colours[kWarps];
+  int64_t uniq_begin4, first_pass;
+  int rows;  // of the tile, without padding
+  int fill;  // ranks in the shared set
+  int undealt_rows[kColourings];
+  int pairs, cost;
+};
+
+// A block's work on the plan of one tile: its steps in the order in which plan_tiles takes them, each by all threads.
 template <bool kDivide>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __grid_constant__ Params p) {
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  __shared__ int warp_total[kWarps];
-  __shared__ int64_t uniq_begin4, first_pass;
-  __shared__ int tile_pairs, tile_cost, fill, undealt_rows[kColourings];
-  __shared__ ulonglong2 warp_colours[kWarps];
+struct Tile {
+  const Params& p;
+  const Shared& s;
+  BlockShared& b;
+  int volume, t = threadIdx.x, lane = t % 32, warp = t / 32, tile = blockIdx.x;
+  int row;            // the caller's output row, of tile row t
+  int source;         // column of `neighbour` that belongs to tile row t
+  int colouring = 0;  // that of the tile
+  int passes = 0;     // so far
+  int pairs = 0;      // of tile row t
 
-  const PlanArgs& args = p.args;
-  const int volume = p.volume;
-  const Shared s(shared_bytes, volume);
-  const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-  const int tile = static_cast<int>(blockIdx.x), tile_row = tile * kTileM;
-  const bool one_sweep = volume <= kPassOffsets;
+  __device__ __forceinline__ Tile(const Params& p_, const Shared& s_, BlockShared& b_)
+      : p(p_), s(s_), b(b_), volume(p_.volume) {}
 
-  // 1. Neighbours of the rows as they come, and from them the sort key. Where the plan has one group of offsets, the
-  // neighbours are kept as slots of the shared set.
-  int row = tile_row + t < args.n_out ? args.out_order[tile_row + t] : -1;
-  for (int i = t; i < kSetSlots; i += kThreads) s.set_rank[i] = -1;
-  for (int i = t; i < volume; i += kThreads) s.sort_bit[i] = p.sort_bit[i];
-  constexpr int kNone2 = kSetSlots << 16 | kSetSlots;
-  for (int i = t; i < min(volume, kPassOffsets) * kTileM / 8; i += kThreads) {
-    reinterpret_cast<int4*>(s.neighbour)[i] = make_int4(kNone2, kNone2, kNone2, kNone2);
+  __device__ __forceinline__ bool one_sweep() const { return volume <= kPassOffsets; }
+
+  __device__ __forceinline__ void clear_set() {
+    for (int i = t; i < kSetSlots; i += kThreads) s.set_rank[i] = -1;
   }
-  if (t == 0) tile_pairs = tile_cost = fill = 0;
-  if (t < kColourings) undealt_rows[t] = 0;
-  const Query first_query = Query::make<kDivide>(args, row);
-  s.tag[t] = static_cast<int>(colours_of<kDivide>(args, first_query));
-  __syncthreads();
-  uint32_t sort_bits = 0;
-  for_neighbours<kDivide>(p, 0, volume, first_query, [&](int k, int input) {
-    sort_bits |= 1u << s.sort_bit[k];
-    if (one_sweep) s.neighbour[k * kTileM + t] = static_cast<uint16_t>(set_insert(s.set_rank, &fill, input));
-  });
 
-  // 2. Order. `source` is the column of `neighbour` that belongs to this thread from here on.
-  int source =
-      cluster_rows(sort_bits, reinterpret_cast<uint64_t*>(s.first), *reinterpret_cast<ClusterShared*>(s.first));
-  const auto colours = static_cast<uint32_t>(s.tag[source]);
-  const bool whole = tile_row + 32 * (warp + 1) <= args.n_out;  // others are not dealt: padding stays behind the rows
-  if (whole) {
-#pragma unroll
-    for (int i = 0; i < kColourings; ++i) {
-      const int rows = undealt(colours >> (kColourBits * i) & (kColours - 1));
-      if (lane == i && rows != 0) atomicAdd(&undealt_rows[i], rows);
+  // Neighbours of the rows as they come, and from them the sort keys. Where the plan has one group of offsets, the
+  // neighbours are kept as slots of the shared set. The rows' colours go to `tag`.
+  __device__ __forceinline__ uint32_t find_neighbours() {
+    const PlanArgs& args = p.args;
+    row = t < b.rows ? args.out_order[tile * kTileM + t] : -1;
+    clear_set();
+    for (int i = t; i < volume; i += kThreads) s.sort_bit[i] = p.sort_bit[i];
+    constexpr int kNone2 = kSetSlots << 16 | kSetSlots;
+    for (int i = t; i < min(volume, kPassOffsets) * kTileM / 8; i += kThreads) {
+      reinterpret_cast<int4*>(s.neighbour)[i] = make_int4(kNone2, kNone2, kNone2, kNone2);
     }
+    if (t == 0) b.pairs = b.cost = b.fill = 0;
+    if (t < kColourings) b.undealt_rows[t] = 0;
+    const Query query = Query::make<kDivide>(args, row);
+    s.tag[t] = static_cast<int>(colours_of<kDivide>(args, query));
+    __syncthreads();
+    uint32_t sort_bits = 0;
+    const bool keep = one_sweep();
+    for_neighbours<kDivide>(p, 0, volume, query, [&](int k, int input) {
+      sort_bits |= 1u << s.sort_bit[k];
+      if (keep) s.neighbour[k * kTileM + t] = static_cast<uint16_t>(set_insert(s.set_rank, &b.fill, input));
+    });
+    return sort_bits;
   }
-  __syncthreads();
-  int colouring = 0;
+
+  // Clusters the rows by their neighbours, takes the colouring that deals them best, and deals them.
+  __device__ __forceinline__ void order_rows(uint32_t sort_bits) {
+    source = cluster_rows(sort_bits, reinterpret_cast<uint64_t*>(s.first), *reinterpret_cast<ClusterShared*>(s.first));
+    const auto colours = static_cast<uint32_t>(s.tag[source]);
+    const bool whole = 32 * (warp + 1) <= b.rows;  // others are not dealt: padding stays behind the rows
+    if (whole) {
 #pragma unroll
-  for (int i = 1; i < kColourings; ++i) colouring = undealt_rows[i] < undealt_rows[colouring] ? i : colouring;
-  {
+      for (int i = 0; i < kColourings; ++i) {
+        const int rows = undealt(colours >> (kColourBits * i) & (kColours - 1));
+        if (lane == i && rows != 0) atomicAdd(&b.undealt_rows[i], rows);
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 1; i < kColourings; ++i) colouring = b.undealt_rows[i] < b.undealt_rows[colouring] ? i : colouring;
     const int colour = colours >> (kColourBits * colouring) & (kColours - 1);
     const int to = 32 * warp + (whole ? deal(colour) : lane);
     s.until[to] = source;
     s.colour[to] = static_cast<uint8_t>(colour);
     __syncwarp();
     source = s.until[t];
-  }
-  const int my_colour = s.colour[t];
+    const int my_colour = s.colour[t];
 #pragma unroll
-  for (int c = 0; c < kColours; ++c) {
-    const uint32_t lanes = __ballot_sync(0xffffffffu, my_colour == c);
-    if (lane == c) s.lanes[warp * kColours + c] = lanes;
+    for (int c = 0; c < kColours; ++c) {
+      const uint32_t lanes = __ballot_sync(0xffffffffu, my_colour == c);
+      if (lane == c) s.lanes[warp * kColours + c] = lanes;
+    }
+    row = source < b.rows ? p.args.out_order[tile * kTileM + source] : -1;
+    p.args.order[tile * kTileM + t] = row;
   }
-  row = tile_row + source < args.n_out ? args.out_order[tile_row + source] : -1;
-  args.order[tile_row + t] = row;
-  // Offsets from the pass's first to this one are in the set. It refused a rank only if it was full, and is so still.
-  int known = one_sweep && fill < kSetLimit ? volume : 0;
 
-  // 3. Passes. Their unique rows are listed by first appearance: by offset, then by tile row.
-  uint16_t* local = args.local + int64_t{tile} * volume * kTileM + t;
-  int passes = 0, pairs = 0;
-  for (int k_begin = 0, k_count = 0; k_begin < volume; k_begin += k_count) {
-    const int column = k_begin % kPassOffsets;
-    if (passes > 0) __syncthreads();  // the previous pass is done with the set
-    if (known <= k_begin) {
-      // Search again, until a pass's worth of rows and not more than a round's on top are in the set.
-      if (passes == 0) {
-        __syncthreads();  // everybody has read `fill`
-        source = t;
-      }
-      for (int i = t; i < kSetSlots; i += kThreads) s.set_rank[i] = -1;
-      if (t == 0) fill = 0;
-      const int group_end = min(volume, k_begin - column + kPassOffsets);
-      const Query query = Query::make<kDivide>(args, row);
-      known = k_begin;
-      do {
-        __syncthreads();
-        const int from = known;
-        known = min(known + kRoundOffsets, group_end);
-        for (int k = from; k < known; ++k) s.neighbour[k % kPassOffsets * kTileM + t] = kSetSlots;
-        for_neighbours<kDivide>(p, from, known, query, [&](int k, int input) {
-          s.neighbour[k % kPassOffsets * kTileM + t] = static_cast<uint16_t>(set_insert(s.set_rank, &fill, input));
-        });
-        __syncthreads();
-      } while (known < group_end && fill <= kUniqueMax);
+  // Offsets 0 .. that - 1 are in the set. It refused a rank only if it was full, and is so still.
+  __device__ __forceinline__ int known_at_first() const { return one_sweep() && b.fill < kSetLimit ? volume : 0; }
+
+  // Searches again from offset k_begin on, until a pass's worth of rows and not more than a round's on top are in the
+  // set. Returns the first offset that is not.
+  __device__ __forceinline__ int search(int k_begin) {
+    if (passes == 0) {
+      __syncthreads();  // everybody has read `fill`
+      source = t;
     }
-    const int span = known - k_begin;
-    if (t < span) {
-      const int k = k_begin + t, size_y = args.size[1], size_z = args.size[2];
-      const int i[3] = {k / size_z / size_y, k / size_z % size_y, k % size_z};
-      int sum = 0;
-      for (int a = 0; a < 3; ++a) sum += colour_factor(colouring, a) * p.shift[a][i[a]];
-      s.added[t] = static_cast<uint8_t>(sum & (kColours - 1));
-    }
-    const uint16_t* neighbour = s.neighbour + column * kTileM + source;
+    clear_set();
+    if (t == 0) b.fill = 0;
+    const int group_end = min(volume, k_begin - k_begin % kPassOffsets + kPassOffsets);
+    const Query query = Query::make<kDivide>(p.args, row);
+    int known = k_begin;
+    do {
+      __syncthreads();
+      const int from = known;
+      known = min(known + kRoundOffsets, group_end);
+      for (int k = from; k < known; ++k) s.neighbour[k % kPassOffsets * kTileM + t] = kSetSlots;
+      for_neighbours<kDivide>(p, from, known, query, [&](int k, int input) {
+        s.neighbour[k % kPassOffsets * kTileM + t] = static_cast<uint16_t>(set_insert(s.set_rank, &b.fill, input));
+      });
+      __syncthreads();
+    } while (known < group_end && b.fill <= kUniqueMax);
+    return known;
+  }
+
+  // What the offsets k_begin .. k_begin + span - 1 add to a row's colour.
+  __device__ __forceinline__ void colour_offsets(int k_begin, int span) {
+    if (t >= span) return;
+    const int k = k_begin + t, size_y = p.args.size[1], size_z = p.args.size[2];
+    const int i[3] = {k / size_z / size_y, k / size_z % size_y, k % size_z};
+    int sum = 0;
+    for (int a = 0; a < 3; ++a) sum += colour_factor(colouring, a) * p.shift[a][i[a]];
+    s.added[t] = static_cast<uint8_t>(sum & (kColours - 1));
+  }
+
+  // Marks in `first` where each input row appears first, by offset, then by tile row, and writes that to its `tag`.
+  // Returns the offsets, from bit 0, under which tile row t has a neighbour.
+  __device__ __forceinline__ uint32_t mark_first(const uint16_t* neighbour, int span) {
     for (int i = t; i < kSetSlots; i += kThreads) s.tag[i] = kNoTag;
     s.first[t] = 0;
     __syncthreads();
@@ -611,23 +665,28 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
       if (tag != kNoTag) atomicOr(s.first + tag / 32, 1u << (tag % 32));
     }
     __syncthreads();
+    return have;
+  }
+
+  // How many of the offsets have at most kUniqueMax unique rows together: the pass's. Counts those in `until`.
+  __device__ __forceinline__ int cut_pass(int span) {
     int until = __popc(s.first[t]);  // inclusive scan over (offset, warp)
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int before = __shfl_up_sync(0xffffffffu, until, step);
       if (lane >= step) until += before;
     }
-    if (lane == 31) warp_total[warp] = until;
+    if (lane == 31) b.warp_total[warp] = until;
     __syncthreads();
 #pragma unroll
-    for (int w = 0; w < kWarps - 1; ++w) until += w < warp ? warp_total[w] : 0;
+    for (int w = 0; w < kWarps - 1; ++w) until += w < warp ? b.warp_total[w] : 0;
     s.until[t] = until;
-    k_count = __syncthreads_count(t % kWarps == kWarps - 1 && t / kWarps < span && until <= kUniqueMax);
-    const int count = s.until[k_count * kWarps - 1], count4 = (count + 3) / 4;
-    if (t == 0) {
-      uniq_begin4 = bump(&args.stats->uniq4, count4);
-      s.tag[kSetSlots] = kMissing;
-    }
+    return __syncthreads_count(t % kWarps == kWarps - 1 && t / kWarps < span && until <= kUniqueMax);
+  }
+
+  // Gives each of the pass's `count` unique rows the slot that its colour and its place among the first appearances say:
+  // `unique` lists their ranks, `tag` has the slot of what is in the set.
+  __device__ __forceinline__ void place_unique(int k_count, int count) {
     // Thread t counts the rows of each colour that its offset and warp meet first, then those before it.
     ulonglong2 counts{};
     if (t / kWarps < k_count) {
@@ -648,12 +707,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
         counts.y += y;
       }
     }
-    if (lane == 31) warp_colours[warp] = counts;
+    if (lane == 31) b.warp_colours[warp] = counts;
     __syncthreads();
     ulonglong2 all{};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const ulonglong2 part = warp_colours[w];
+      const ulonglong2 part = b.warp_colours[w];
       if (w < warp) {
         counts.x += part.x;
         counts.y += part.y;
@@ -677,11 +736,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
       }
     }
     __syncthreads();
+  }
+
+  // Writes local indices and unique rows, and stages pass and fragment masks.
+  __device__ __forceinline__ void write_pass(const uint16_t* neighbour, int k_begin, int k_count, int count,
+                                             uint32_t have) {
+    const PlanArgs& args = p.args;
+    uint16_t* local = args.local + (int64_t{tile} * volume + k_begin) * kTileM + t;
 #pragma unroll 4
     for (int j = 0; j < k_count; ++j) {
-      local[int64_t(k_begin + j) * kTileM] = static_cast<uint16_t>(s.tag[neighbour[j * kTileM]]);
+      local[int64_t{j} * kTileM] = static_cast<uint16_t>(s.tag[neighbour[j * kTileM]]);
     }
-    const int64_t begin4 = uniq_begin4;
+    const int64_t begin4 = b.uniq_begin4;
+    const int count4 = (count + 3) / 4;
     if (begin4 + count4 <= args.uniq4_capacity) {
       for (int i = t; i < 4 * count4; i += kThreads) {
         args.uniq[4 * begin4 + i] = __ldg(args.in_order + s.unique[min(i, count - 1)]);
@@ -694,48 +761,112 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
     if (lane % kFragRows == 0) s.frag[passes * kFrags + t / kFragRows] = have;
     if (t == 0) s.passes[passes] = Pass{k_begin, k_count, static_cast<int>(begin4), count};
     ++passes;
-    if (known != volume && known % kPassOffsets != 0) known = 0;  // the set lacks what comes next
   }
-  pairs = __reduce_add_sync(0xffffffffu, pairs);
-  if (lane == 0) atomicAdd(&tile_pairs, pairs);
+
+  // Makes a pass of the offsets from k_begin on, of which those before `known` are in the set. Returns their number.
+  __device__ __forceinline__ int make_pass(int k_begin, int known) {
+    const int span = known - k_begin;
+    const uint16_t* neighbour = s.neighbour + k_begin % kPassOffsets * kTileM + source;
+    colour_offsets(k_begin, span);
+    const uint32_t have = mark_first(neighbour, span);
+    const int k_count = cut_pass(span), count = s.until[k_count * kWarps - 1];
+    if (t == 0) {
+      b.uniq_begin4 = bump(&p.args.stats->uniq4, (count + 3) / 4);
+      s.tag[kSetSlots] = kMissing;
+    }
+    place_unique(k_count, count);
+    write_pass(neighbour, k_begin, k_count, count, have);
+    return k_count;
+  }
+
+  // Hands the staged passes over, next to each other, and puts the tile on the schedule.
+  __device__ __forceinline__ void hand_over() {
+    const PlanArgs& args = p.args;
+    pairs = __reduce_add_sync(0xffffffffu, pairs);
+    if (lane == 0) atomicAdd(&b.pairs, pairs);
+    __syncthreads();
+    int cost = 0;
+    for (int i = t; i < passes * (kFrags / 4); i += kThreads) {
+      const uint32_t* frag = s.frag + i * 4;
+      cost += __popc(frag[0] | frag[1] | frag[2] | frag[3]);
+    }
+    cost = __reduce_add_sync(0xffffffffu, cost);
+    if (lane == 0 && cost != 0) atomicAdd(&b.cost, cost);
+    __syncthreads();
+    if (t == 0) {
+      b.first_pass = bump(&args.stats->passes, passes);
+      bump(&args.stats->pairs, b.pairs);
+      in_order(args, tile) = ScheduledTile{tile, static_cast<int>(b.first_pass), passes, b.cost};
+    }
+    bool room = true;
+    for (int i = t; i < passes; i += kThreads) {
+      const Pass pass = s.passes[i];
+      room =
+          room && int64_t{static_cast<uint32_t>(pass.uniq_begin4)} + (pass.uniq_count + 3) / 4 <= args.uniq4_capacity;
+    }
+    room = __syncthreads_and(room);
+    const int64_t first = b.first_pass;
+    if (room && first + passes <= args.pass_capacity) {
+      for (int i = t; i < passes; i += kThreads) args.passes[first + i] = s.passes[i];
+      for (int i = t; i < passes * kFrags; i += kThreads) args.frag[first * kFrags + i] = s.frag[i];
+    } else if (args.out_count != nullptr) {
+      empty_tile(args, tile, volume);
+    }
+  }
+};
+
+template <bool kDivide>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  __shared__ BlockShared block;
+  const int tile = static_cast<int>(blockIdx.x), volume = p.volume;
+  if (p.args.out_count != nullptr && tile == 0) share_passes(p.args, volume);
+  const int64_t rows = Rows{p.args.n_out, p.args.out_count}.number() - int64_t{tile} * kTileM;
+  if (rows <= 0) {
+    if (!p.args.compact) empty_tile(p.args, tile, volume);
+    return;
+  }
+  if (threadIdx.x == 0) block.rows = static_cast<int>(min(rows, int64_t{kTileM}));
   __syncthreads();
 
-  // 4. Hand the staged passes over, next to each other.
-  int cost = 0;
-  for (int i = t; i < passes * (kFrags / 4); i += kThreads) {
-    const uint32_t* frag = s.frag + i * 4;
-    cost += __popc(frag[0] | frag[1] | frag[2] | frag[3]);
+  const Shared s(shared_bytes, volume);
+  Tile<kDivide> work(p, s, block);
+  work.order_rows(work.find_neighbours());
+  int known = work.known_at_first();
+  for (int k_begin = 0; k_begin < volume;) {
+    if (work.passes > 0) __syncthreads();  // the previous pass is done with the set
+    if (known <= k_begin) known = work.search(k_begin);
+    k_begin += work.make_pass(k_begin, known);
+    if (known != volume && known % kPassOffsets != 0) known = 0;  // the set lacks what comes next
   }
-  cost = __reduce_add_sync(0xffffffffu, cost);
-  if (lane == 0 && cost != 0) atomicAdd(&tile_cost, cost);
-  __syncthreads();
-  if (t == 0) {
-    first_pass = bump(&args.stats->passes, passes);
-    bump(&args.stats->pairs, tile_pairs);
-    args.schedule[gridDim.x + tile] = ScheduledTile{tile, static_cast<int>(first_pass), passes, tile_cost};
-  }
-  __syncthreads();
-  const int64_t first = first_pass;
-  if (first + passes <= args.pass_capacity) {
-    for (int i = t; i < passes; i += kThreads) args.passes[first + i] = s.passes[i];
-    for (int i = t; i < passes * kFrags; i += kThreads) args.frag[first * kFrags + i] = s.frag[i];
-  }
+  work.hand_over();
+}
+
+// Tiles of a window of the balanced schedule: two rounds of a persistent kernel. A map of up to four is one window.
+__host__ __device__ __forceinline__ int window_of(int tiles, int sm_count) {
+  return tiles <= 4 * sm_count ? tiles : 2 * sm_count;
 }
 
 // Puts each tile where it belongs in its window: behind those that cost more, and those before it that cost as much. A
-// block places 32 tiles of a window, its warps share out the tiles to compare with.
-__global__ void __launch_bounds__(kThreads) rank_tiles(ScheduledTile* schedule, int count, int window) {
+// block places 32 tiles of a window, its warps share out the tiles to compare with. `tiles` 0: those in use.
+__global__ void __launch_bounds__(kThreads)
+    rank_tiles(ScheduledTile* schedule, int tiles, const Rows rows, int sm_count) {
   __shared__ int rank[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int blocks = (window + 31) / 32, begin = static_cast<int>(blockIdx.x) / blocks * window;
-  const int end = min(begin + window, count), tile = begin + static_cast<int>(blockIdx.x) % blocks * 32 + lane;
-  const ScheduledTile* tiles = schedule + count;
+  const int used = tiles_in_use(rows), count = tiles == 0 ? used : tiles, window = window_of(used, sm_count);
+  const ScheduledTile* ordered = schedule + count;
+  // Empty tiles stay where they are.
+  for (int i = used + blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads)
+    schedule[i] = ordered[i];
+  const int blocks = (window + 31) / 32, begin = static_cast<int>(blockIdx.x) / max(blocks, 1) * window;
+  const int end = min(begin + window, used), tile = begin + static_cast<int>(blockIdx.x) % max(blocks, 1) * 32 + lane;
+  if (begin >= end) return;
   if (warp == 0) rank[lane] = begin;
   __syncthreads();
-  const ScheduledTile mine = tile < end ? tiles[tile] : ScheduledTile{};
+  const ScheduledTile mine = tile < end ? ordered[tile] : ScheduledTile{};
   int ahead = 0;
 #pragma unroll 8
-  for (int i = begin + warp; i < end; i += kWarps) ahead += __ldg(&tiles[i].cost) + (i < tile) > mine.cost;
+  for (int i = begin + warp; i < end; i += kWarps) ahead += __ldg(&ordered[i].cost) + (i < tile) > mine.cost;
   atomicAdd(&rank[lane], ahead);
   __syncthreads();
   if (warp == 0 && tile < end) schedule[rank[lane]] = mine;
@@ -821,7 +952,7 @@ void plan_bounds(const PlanArgs& args, int64_t* passes, int64_t* uniq4) {
 
 cudaError_t build_plan(const PlanArgs& args, cudaStream_t stream) {
   if (args.n_out < 0 || args.n_out > INT_MAX - kTileM || args.capacity < 1 || args.capacity > UINT_MAX ||
-      args.pass_capacity > INT_MAX || args.uniq4_capacity > INT_MAX || args.sm_count < 1) {
+      args.pass_capacity > INT_MAX - kMaxVolume || args.uniq4_capacity > INT_MAX || args.sm_count < 1) {
     return cudaErrorInvalidValue;
   }
   for (int a = 0; a < 3; ++a) {
@@ -844,10 +975,15 @@ cudaError_t build_plan(const PlanArgs& args, cudaStream_t stream) {
   }
   kernel<<<static_cast<unsigned>(tiles), kThreads, bytes, stream>>>(params);
   if ((error = cudaGetLastError()) != cudaSuccess) return error;
-  // Two rounds of a persistent kernel; a map of up to four is one window.
-  const int window = static_cast<int>(tiles <= 4 * args.sm_count ? tiles : 2 * args.sm_count);
-  const int64_t blocks = (tiles + window - 1) / window * ((window + 31) / 32);
-  rank_tiles<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args.schedule, static_cast<int>(tiles), window);
+  const auto blocks_of = [&](int64_t used) {
+    const int window = window_of(static_cast<int>(used), args.sm_count);
+    return (used + window - 1) / window * ((window + 31) / 32);
+  };
+  int64_t blocks = blocks_of(tiles);
+  if (args.out_count != nullptr) blocks = std::max(blocks, blocks_of(std::min<int64_t>(tiles, 4 * args.sm_count)));
+  const Rows rows{args.n_out, args.out_count};
+  rank_tiles<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+      args.schedule, args.compact ? 0 : static_cast<int>(tiles), rows, args.sm_count);
   return cudaGetLastError();
 }
 

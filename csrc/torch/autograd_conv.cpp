@@ -203,8 +203,63 @@ Tensor wgrad_autocast(const Tensor& x, const Tensor& dy, TensorList map, TensorL
                          map_t, kernel_volume, groups, symmetric, accumulator, tile, dgrad_tile, out_dtype);
 }
 
+// ---- without gradients ---------------------------------------------------------------------------------------------
+
+void check_no_gradient(const char* op, std::initializer_list<const OptTensor*> inputs) {
+  for (const OptTensor* t : inputs) {
+    TORCH_CHECK(!t->has_value() || !needs_node({&**t}), "voxmma::", op,
+                " has no gradient, but one is asked for: call it under torch.no_grad(), or use voxmma::conv and what "
+                "follows it on its own");
+  }
+}
+
+Tensor fused_autograd(c10::DispatchKeySet keys, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                      TensorList map, c10::SymInt n_out, bool symmetric, bool transpose, string_view accumulator,
+                      string_view tile, OptDtype out_dtype, const OptTensor& scale, const OptTensor& shift,
+                      const OptTensor& mean, const OptTensor& var, double eps, const OptTensor& residual,
+                      string_view activation, double slope, const OptTensor& packed) {
+  const OptTensor features = x, kernel = weight;
+  check_no_gradient("conv_fused", {&features, &kernel, &bias, &scale, &shift, &mean, &var, &residual});
+  at::AutoDispatchBelowADInplaceOrView below;
+  return fused_op().redispatch(keys & c10::after_autograd_keyset, x, weight, bias, map, std::move(n_out), symmetric,
+                               transpose, accumulator, tile, out_dtype, scale, shift, mean, var, eps, residual,
+                               activation, slope, packed);
+}
+
+void fused_into_autograd(c10::DispatchKeySet keys, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                         TensorList map, c10::SymInt n_out, bool symmetric, bool transpose, string_view accumulator,
+                         string_view tile, OptDtype out_dtype, const OptTensor& scale, const OptTensor& shift,
+                         const OptTensor& mean, const OptTensor& var, double eps, const OptTensor& residual,
+                         string_view activation, double slope, const OptTensor& packed, Tensor& out) {
+  const OptTensor features = x, kernel = weight, written = out;
+  check_no_gradient("conv_fused_into", {&features, &kernel, &bias, &scale, &shift, &mean, &var, &residual, &written});
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    fused_into_op().redispatch(keys & c10::after_autograd_keyset, x, weight, bias, map, std::move(n_out), symmetric,
+                               transpose, accumulator, tile, out_dtype, scale, shift, mean, var, eps, residual,
+                               activation, slope, packed, out);
+  }
+  out.unsafeGetTensorImpl()->bump_version();
+}
+
+Tensor pack_autograd(c10::DispatchKeySet keys, const Tensor& weight, const OptTensor& bias, bool symmetric,
+                     bool transpose, string_view accumulator, string_view tile, ScalarType dtype,
+                     const OptTensor& scale, const OptTensor& shift, const OptTensor& mean, const OptTensor& var,
+                     double eps) {
+  static const auto op =
+      find_op<Tensor(const Tensor&, const OptTensor&, bool, bool, string_view, string_view, ScalarType,
+                     const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&, double)>(
+          "voxmma::pack_weight");
+  at::AutoDispatchBelowADInplaceOrView below;  // bytes: a constant of any graph
+  return op.redispatch(keys & c10::after_autograd_keyset, weight, bias, symmetric, transpose, accumulator, tile, dtype,
+                       scale, shift, mean, var, eps);
+}
+
 TORCH_LIBRARY_IMPL(voxmma, Autograd, m) {
   m.impl("conv", TORCH_FN(conv_autograd));
+  m.impl("conv_fused", TORCH_FN(fused_autograd));
+  m.impl("conv_fused_into", TORCH_FN(fused_into_autograd));
+  m.impl("pack_weight", TORCH_FN(pack_autograd));
   m.impl("conv_wgrad", TORCH_FN(wgrad_autograd));
 }
 

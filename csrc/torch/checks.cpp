@@ -1,5 +1,7 @@
 #include "checks.h"
 
+#include <ATen/MemoryOverlap.h>
+
 #include <string>
 #include <utility>
 
@@ -92,25 +94,77 @@ int64_t version_of(TensorList tensors) {
   return sum;
 }
 
+Shape check_weight(const Tensor& weight, const OptTensor& bias, bool transpose) {
+  check_tensor("weight", weight, weight.dim() == 4 ? 4 : 3, weight);
+  Shape s{weight.size(0), weight.dim() == 4 ? weight.size(1) : 1, weight.size(-2), weight.size(-1),
+          weight.scalar_type()};
+  if (transpose) std::swap(s.c_in, s.c_out);
+  TORCH_CHECK(weight.numel() > 0, "weight is empty: shape ", weight.sizes());
+  if (bias.has_value()) {
+    check_tensor("bias", *bias, 1, weight);
+    TORCH_CHECK(bias->size(0) == s.groups * s.c_out, "bias has ", bias->size(0), " entries for ", s.groups * s.c_out,
+                " output channels");
+  }
+  return s;
+}
+
 Shape check_conv(const Tensor& x, const Tensor& weight, const OptTensor& bias, TensorList map, int64_t n_out,
                  bool transpose, string_view accumulator, OptDtype out_dtype) {
   check_tensor("x", x, 2, x);
   check_tensor("weight", weight, weight.dim() == 4 ? 4 : 3, x);
   check_accumulator(accumulator, x.scalar_type());
-  Shape s{weight.size(0), weight.dim() == 4 ? weight.size(1) : 1, weight.size(-2), weight.size(-1),
-          check_out_dtype(out_dtype, x.scalar_type())};
-  if (transpose) std::swap(s.c_in, s.c_out);
-  TORCH_CHECK(weight.numel() > 0, "weight is empty: shape ", weight.sizes());
+  const ScalarType out = check_out_dtype(out_dtype, x.scalar_type());
+  Shape s = check_weight(weight, bias, transpose);
+  s.out = out;
   TORCH_CHECK(x.size(1) == s.groups * s.c_in, "x has ", x.size(1), " channels, but ", transpose ? "transposed " : "",
               "weight of shape ", weight.sizes(), " takes ", s.groups * s.c_in);
-  if (bias.has_value()) {
-    check_tensor("bias", *bias, 1, x);
-    TORCH_CHECK(bias->size(0) == s.groups * s.c_out, "bias has ", bias->size(0), " entries for ", s.groups * s.c_out,
-                " output channels");
-  }
   TORCH_CHECK(n_out >= 0, "n_out is negative: ", n_out);
   check_map("map", map, x, s.volume, x.size(0), n_out);
   return s;
+}
+
+int activation_index(string_view activation) {
+  int i = 0;
+  for (const char* name : kActivations) {
+    if (activation == name) return i;
+    ++i;
+  }
+  TORCH_CHECK(false, "activation='", activation,
+              "' is unknown: expected 'none', 'relu', 'leaky_relu', 'silu' or 'gelu'");
+}
+
+void check_channels(const Shape& s, const OptTensor& scale, const OptTensor& shift, const OptTensor& mean,
+                    const OptTensor& var, const Tensor& x) {
+  const auto check = [&](const char* name, const OptTensor& t) {
+    if (!t.has_value()) return;
+    check_tensor(name, *t, 1, x);
+    TORCH_CHECK(t->size(0) == s.groups * s.c_out, name, " has ", t->size(0), " entries for ", s.groups * s.c_out,
+                " output channels");
+  };
+  check("scale", scale);
+  check("shift", shift);
+  check("mean", mean);
+  check("var", var);
+}
+
+void check_fused(const Shape& s, int64_t n_out, const OptTensor& residual, string_view activation, const OptTensor& out,
+                 const Tensor& x) {
+  activation_index(activation);
+  const auto check = [&](const char* name, const OptTensor& t) {
+    if (!t.has_value()) return;
+    check_tensor(name, *t, 2, x);
+    TORCH_CHECK(t->size(0) == n_out && t->size(1) == s.groups * s.c_out && t->scalar_type() == s.out, name, " must be ",
+                dtype_name(s.out), " of shape [", n_out, ", ", s.groups * s.c_out, "], got ",
+                dtype_name(t->scalar_type()), " of shape ", t->sizes());
+  };
+  check("residual", residual);
+  check("out", out);
+  if (!out.has_value()) return;
+  TORCH_CHECK((out->size(1) <= 1 || out->stride(1) == 1) && (out->size(0) <= 1 || out->stride(0) >= out->size(1)),
+              "out must have adjacent channels and rows that do not overlap, got strides ", out->strides());
+  at::assert_no_internal_overlap(*out);
+  at::assert_no_overlap(*out, x);
+  if (residual.has_value()) at::assert_no_overlap(*out, *residual);
 }
 
 Shape check_wgrad(const Tensor& x, const Tensor& dy, TensorList map, int64_t kernel_volume, int64_t groups,

@@ -34,8 +34,19 @@ struct Shape {
   ScalarType out;
 };
 
+// The weight and bias of a convolution, checked as far as they go.
+Shape check_weight(const Tensor& weight, const OptTensor& bias, bool transpose);
 Shape check_conv(const Tensor& x, const Tensor& weight, const OptTensor& bias, TensorList map, int64_t n_out,
                  bool transpose, string_view accumulator, OptDtype out_dtype);
+// What conv_fused takes beside: numbers of every channel, and what is added to and done with rows.
+void check_channels(const Shape& s, const OptTensor& scale, const OptTensor& shift, const OptTensor& mean,
+                    const OptTensor& var, const Tensor& x);
+void check_fused(const Shape& s, int64_t n_out, const OptTensor& residual, string_view activation, const OptTensor& out,
+                 const Tensor& x);
+// Place of an activation among kActivations, which are those of kernels.h; throws where it is unknown.
+inline constexpr const char* kActivations[] = {"none", "relu", "leaky_relu", "silu", "gelu"};
+int activation_index(string_view activation);
+
 Shape check_wgrad(const Tensor& x, const Tensor& dy, TensorList map, int64_t kernel_volume, int64_t groups,
                   string_view accumulator, OptDtype out_dtype);
 

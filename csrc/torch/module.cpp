@@ -38,6 +38,16 @@ void bind_checks(py::module_& m) {
           const auto s = check_conv(x, weight, bias, map, n_out, transpose, accumulator, out_dtype);
           return std::make_tuple(s.volume, s.groups, s.c_in, s.c_out);
         }));
+  m.def("check_fused",
+        torch::wrap_pybind_function([](const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                                       const std::vector<Tensor>& map, int64_t n_out, bool transpose,
+                                       const std::string& accumulator, OptDtype out_dtype, const OptTensor& scale,
+                                       const OptTensor& shift, const OptTensor& mean, const OptTensor& var,
+                                       const OptTensor& residual, const std::string& activation, const OptTensor& out) {
+          const auto s = check_conv(x, weight, bias, map, n_out, transpose, accumulator, out_dtype);
+          check_channels(s, scale, shift, mean, var, x);
+          check_fused(s, n_out, residual, activation, out, x);
+        }));
   m.def("check_wgrad", torch::wrap_pybind_function([](const Tensor& x, const Tensor& dy, const std::vector<Tensor>& map,
                                                       int64_t kernel_volume, int64_t groups,
                                                       const std::string& accumulator, OptDtype out_dtype) {
@@ -75,9 +85,10 @@ struct StreamEvent {};
 
 void bind_cuda(py::module_& m) {
   const auto missing = torch::wrap_pybind_function([](const py::args&, const py::kwargs&) { no_cuda(); });
-  for (const char* name : {"tile_parts", "shared_memory", "mma_probe", "mma_rate", "index_coords", "derive_coords",
-                           "build_plan", "plan_to_table", "cells_of_points", "group_cells", "merge_runs", "lookup_rows",
-                           "locate_points", "gather_weighted", "scatter_weighted"}) {
+  for (const char* name :
+       {"tile_parts", "shared_memory", "mma_probe", "mma_rate", "index_coords", "derive_coords", "build_plan",
+        "index_sized", "derive_sized", "plan_room", "plan_sized", "plan_to_table", "cells_of_points", "group_cells",
+        "merge_runs", "lookup_rows", "locate_points", "gather_weighted", "scatter_weighted"}) {
     m.def(name, missing);
   }
   py::class_<StreamEvent>(m, "StreamEvent").def_static("record", missing);
@@ -85,8 +96,8 @@ void bind_cuda(py::module_& m) {
 }
 
 TORCH_LIBRARY_IMPL(voxmma, CUDA, m) {
-  for (const char* name : {"conv", "conv_wgrad", "neighbor_counts", "pool_sum", "pool_max", "pool_pick", "pool_put",
-                           "segment_sum", "segment_argmax"}) {
+  for (const char* name : {"conv", "conv_fused", "conv_fused_into", "pack_weight", "conv_wgrad", "neighbor_counts",
+                           "pool_sum", "pool_max", "pool_pick", "pool_put", "segment_sum", "segment_argmax"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&op_without_cuda>());
   }
 }
@@ -101,6 +112,27 @@ TORCH_LIBRARY(voxmma, m) {
       "conv(Tensor x, Tensor weight, Tensor? bias, Tensor[] map, Tensor[] map_t, SymInt n_out, bool symmetric, "
       "bool transpose, str accumulator, str tile, str dgrad_tile, str wgrad_tile, ScalarType? out_dtype=None) -> "
       "Tensor",
+      {at::Tag::pt2_compliant_tag});
+  // conv and what follows it in one launch, without gradients: y = activation((conv(x) - mean) / sqrt(var + eps) * scale +
+  // shift + residual), rounded once. mean, var, scale, shift: (C_out,) of any float dtype, residual: (n_out, C_out) of y's
+  // dtype, activation: "none", "relu", "leaky_relu" with its slope, "silu" or "gelu" (erf). packed: from pack_weight with
+  // the same arguments, None: the weight is packed in the call. conv_fused_into writes into `out`, columns of a wider
+  // tensor too, which overlaps neither x nor residual.
+#define VOXMMA_FUSED                                                                                        \
+  "Tensor x, Tensor weight, Tensor? bias, Tensor[] map, SymInt n_out, bool symmetric, bool transpose, str " \
+  "accumulator, "                                                                                           \
+  "str tile, ScalarType? out_dtype=None, *, Tensor? scale=None, Tensor? shift=None, Tensor? mean=None, "    \
+  "Tensor? var=None, float eps=0.0, Tensor? residual=None, str activation=\"none\", float slope=0.0, "      \
+  "Tensor? packed=None"
+  m.def("conv_fused(" VOXMMA_FUSED ") -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("conv_fused_into(" VOXMMA_FUSED ", Tensor(a!) out) -> ()", {at::Tag::pt2_compliant_tag});
+#undef VOXMMA_FUSED
+  // The weight as a tile's kernel reads it, with the numbers of every channel, for conv_fused of x of `dtype`; packed once
+  // where weights are frozen. Empty on the CPU. Writing to what it was made of does not change it.
+  m.def(
+      "pack_weight(Tensor weight, Tensor? bias, bool symmetric, bool transpose, str accumulator, str tile, "
+      "ScalarType dtype, *, Tensor? scale=None, Tensor? shift=None, Tensor? mean=None, Tensor? var=None, "
+      "float eps=0.0) -> Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "conv_wgrad(Tensor x, Tensor dy, Tensor[] map, Tensor[] map_t, int kernel_volume, int groups, bool symmetric, "

@@ -18,6 +18,14 @@ using ConvSignature = Tensor(const Tensor&, const Tensor&, const OptTensor&, Ten
 using WgradSignature = Tensor(const Tensor&, const Tensor&, TensorList, TensorList, int64_t, int64_t, bool, string_view,
                               string_view, string_view, OptDtype);
 
+using FusedSignature = Tensor(const Tensor&, const Tensor&, const OptTensor&, TensorList, c10::SymInt, bool, bool,
+                              string_view, string_view, OptDtype, const OptTensor&, const OptTensor&, const OptTensor&,
+                              const OptTensor&, double, const OptTensor&, string_view, double, const OptTensor&);
+using FusedIntoSignature = void(const Tensor&, const Tensor&, const OptTensor&, TensorList, c10::SymInt, bool, bool,
+                                string_view, string_view, OptDtype, const OptTensor&, const OptTensor&,
+                                const OptTensor&, const OptTensor&, double, const OptTensor&, string_view, double,
+                                const OptTensor&, at::Tensor&);
+
 using PoolSumSignature = Tensor(const Tensor&, const OptTensor&, const OptTensor&, TensorList, TensorList, int64_t,
                                 c10::SymInt, bool, bool);
 using PoolMaxSignature = std::tuple<Tensor, Tensor>(const Tensor&, TensorList, TensorList, int64_t, c10::SymInt, bool,
@@ -52,6 +60,16 @@ inline const auto& pool_put_op() {
 
 inline const auto& conv_op() {
   static const auto op = find_op<ConvSignature>("voxmma::conv");
+  return op;
+}
+
+inline const auto& fused_op() {
+  static const auto op = find_op<FusedSignature>("voxmma::conv_fused");
+  return op;
+}
+
+inline const auto& fused_into_op() {
+  static const auto op = find_op<FusedIntoSignature>("voxmma::conv_fused_into");
   return op;
 }
 

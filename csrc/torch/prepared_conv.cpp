@@ -18,13 +18,33 @@ struct PreparedConv {
   OptDtype out_dtype;
   int64_t version;  // of the map
 
-  Tensor operator()(const Tensor& x, const Tensor& weight, const OptTensor& bias) const {
+  void check_version() const {
     TORCH_CHECK(version_of(plan.map) == version,
                 "the tensors of a kernel map were written to, but every layer on these ",
                 "coordinates reads them: KernelMap.free() it, and write into a copy (.clone())");
+  }
+
+  Tensor operator()(const Tensor& x, const Tensor& weight, const OptTensor& bias) const {
+    check_version();
     NoAutocast no_autocast;
     return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose,
                           plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
+  }
+
+  // conv_fused, or conv_fused_into where there is an `out`, which is returned.
+  Tensor fused(const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& scale,
+               const OptTensor& shift, const OptTensor& mean, const OptTensor& var, double eps,
+               const OptTensor& residual, const std::string& activation, double slope, OptTensor out) const {
+    check_version();
+    NoAutocast no_autocast;
+    if (!out.has_value()) {
+      return fused_op().call(x, weight, bias, plan.map, n_out, plan.symmetric, plan.transpose, plan.accumulator,
+                             plan.tile, out_dtype, scale, shift, mean, var, eps, residual, activation, slope,
+                             std::nullopt);
+    }
+    fused_into_op().call(x, weight, bias, plan.map, n_out, plan.symmetric, plan.transpose, plan.accumulator, plan.tile,
+                         out_dtype, scale, shift, mean, var, eps, residual, activation, slope, std::nullopt, *out);
+    return *out;
   }
 };
 
@@ -65,7 +85,15 @@ void bind_prepared_conv(py::module_& m) {
       }))
       .def("__call__",
            torch::wrap_pybind_function_no_gil([](const PreparedConv& self, const Tensor& x, const Tensor& weight,
-                                                 const OptTensor& bias) { return self(x, weight, bias); }));
+                                                 const OptTensor& bias) { return self(x, weight, bias); }))
+      .def("fused",
+           torch::wrap_pybind_function_no_gil([](const PreparedConv& self, const Tensor& x, const Tensor& weight,
+                                                 const OptTensor& bias, const OptTensor& scale, const OptTensor& shift,
+                                                 const OptTensor& mean, const OptTensor& var, double eps,
+                                                 const OptTensor& residual, const std::string& activation, double slope,
+                                                 const OptTensor& out) {
+             return self.fused(x, weight, bias, scale, shift, mean, var, eps, residual, activation, slope, out);
+           }));
   m.def("operand_facts", torch::wrap_pybind_function(operand_facts), py::arg("x"), py::arg("weight"), py::arg("bias"));
 }
 

@@ -36,6 +36,7 @@ def derive_coords(
     dilation: Sequence[int],
     padding: Sequence[int],
     to_children: bool,
+    shape: Sequence[int],
     bounds: Sequence[int],
     piece: int,
     limit: int,
@@ -63,6 +64,77 @@ def write_count(tensors: tuple[object, ...]) -> int:
 
 def map_size(like: Tensor, n_in: int, n_out: int) -> Tensor:
     """Empty int32 of shape (0, n_in, n_out) on the device of `like`, never an inference tensor."""
+
+def index_sized(
+    coords: Tensor, count: Tensor, bounds: Sequence[int], status: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`index_coords` of the first `count` of (capacity, 4) int32 rows: order (capacity,), bricks, inner (8,).
+
+    Never reads back, like all `*_sized` functions, which take any count from 0 to capacity. count: (1,) int64
+    on the device. bounds: smallest and largest (batch, x, y, z) that rows may have. inner, int32: those that
+    they have; the Morton order is that of the box around them, so that it is the order of a set whose host
+    knows it. status, (4,) int64 on the device, becomes [count as given, smallest row out of bounds or -1,
+    duplicate row << 32 | its earliest twin or -1, unused]. Such rows have a rank, too: order[:count] is a
+    permutation of the rows in any case. What is behind it means nothing.
+    """
+
+def derive_sized(
+    coords: Tensor,
+    count: Tensor,
+    inner: Tensor | None,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    to_children: bool,
+    shape: Sequence[int],
+    bounds: Sequence[int],
+    capacity: int,
+    status: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """`derive_coords` of the first `count` rows: coordinates (capacity, 4), count (1,), inner, order, bricks.
+
+    inner: of the rows; returned, of the sites (voxmma.sparse.derive.reach). bounds: what that may be; where
+    inner is None, what it is. status becomes [sites, not 0 if one was outside bounds or the packable range,
+    unused, unused]. Where there are more sites than capacity, count is 0; the number of sites is then exact
+    if bounds hold at most 2^27 cells, with the extent of every axis rounded up to a power of two, else some
+    number above the capacity.
+    """
+
+def plan_room(
+    n_out: int,
+    n_in: int,
+    size: Sequence[int],
+    start: Sequence[int],
+    step: Sequence[int],
+    mul: Sequence[int],
+    div: Sequence[int],
+) -> tuple[int, int, int, int]:
+    """Passes and units of 4 entries of uniq that a plan takes as a rule, and those that always suffice."""
+
+def plan_sized(
+    out_coords: Tensor,
+    out_count: Tensor,
+    out_order: Tensor,
+    bricks: Tensor,
+    in_order: Tensor,
+    size: Sequence[int],
+    start: Sequence[int],
+    step: Sequence[int],
+    mul: Sequence[int],
+    div: Sequence[int],
+    pass_capacity: int,
+    uniq4_capacity: int,
+    status: Tensor,
+    compact: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`build_plan` of the first `out_count` outputs: order, schedule, passes, frag, uniq, local.
+
+    There are ceil(capacity / 256) tiles. Those without rows are empty: order -1, local kMissing, cost 0, and
+    passes without unique rows, which they share, behind pass_capacity others. So is a tile that finds no
+    room. status becomes what is needed: [units of 4 entries of uniq, passes, pairs, unused].
+    compact: only tiles that have rows are on the schedule, (2, tiles, 4) at the beginning of its memory.
+    """
 
 class StreamEvent:
     """An event behind what a CUDA device's current stream had to do when `record` was called."""
@@ -132,6 +204,22 @@ class PreparedConv:
         out_dtype: dtype | None,
     ) -> None: ...
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def fused(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor | None,
+        eps: float,
+        residual: Tensor | None,
+        activation: str,
+        slope: float,
+        out: Tensor | None,
+    ) -> Tensor:
+        """torch.ops.voxmma.conv_fused, or conv_fused_into where there is an `out`, which is returned."""
 
 def operand_facts(x: Tensor, weight: Tensor, bias: Tensor | None) -> bytes | None:
     """Types and shapes of the operands, autocast, inference mode; None where they are on several devices."""
@@ -147,6 +235,25 @@ def check_conv(
     out_dtype: dtype | None,
 ) -> tuple[int, int, int, int]:
     """Raises what the CUDA op would; returns (kernel volume, groups, C_in / groups, C_out / groups)."""
+
+def check_fused(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    map: list[Tensor],
+    n_out: int,
+    transpose: bool,
+    accumulator: str,
+    out_dtype: dtype | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    out: Tensor | None,
+) -> None:
+    """Raises what the CUDA op would."""
 
 def check_wgrad(
     x: Tensor,

@@ -34,15 +34,17 @@ from voxmma.sparse.batching import batch, collate, from_dense, to_dense, unbatch
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.maps import KernelMap, kernel_map
 from voxmma.sparse.sampling import devoxelise, sparse_quantize
-from voxmma.sparse.sets import crop, downsample, intersection, lookup, prune, union, unique
+from voxmma.sparse.sets import crop, downsample, intersection, lookup, output_coords, prune, union, unique
 from voxmma.sparse.tensor import Voxels
 
 from voxmma import nn  # isort: skip
 
 if _TYPE_CHECKING:
+    from voxmma import engine as engine
     from voxmma import export as export
     from voxmma import models as models
     from voxmma.compat import convert as convert
+    from voxmma.nn.fusion import fuse
     from voxmma.precision import policy as policy
     from voxmma.precision import schedule as schedule
     from voxmma.tuning import gate as gate
@@ -69,6 +71,7 @@ __all__ = [
     "downsample",
     "explain",
     "from_dense",
+    "fuse",
     "get_deterministic",
     "get_fp16_accum",
     "get_fp16_rescale",
@@ -77,6 +80,7 @@ __all__ = [
     "kernel_map",
     "lookup",
     "nn",
+    "output_coords",
     "prune",
     "resolve_fp16_accum",
     "set_deterministic",
@@ -101,7 +105,9 @@ _LAZY = {
     "apply_plan": "voxmma.verify.plan:apply_plan",
     "calibrate": "voxmma.verify.plan:calibrate",
     "convert": "voxmma.compat.convert",
+    "engine": "voxmma.engine",
     "export": "voxmma.export",
+    "fuse": "voxmma.nn.fusion:fuse",
     "gate": "voxmma.tuning.gate",
     "models": "voxmma.models",
     "policy": "voxmma.precision.policy",

@@ -18,15 +18,16 @@ T = TypeVar("T")
 
 def eager(function: Callable[P, T]) -> Callable[P, T]:
     """As torch.compiler.disable: compiled code calls the function as it is, with a graph break."""
-    disabled: list[Callable[P, T]] = []
+    disabled: Callable[P, T] | None = None
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not disabled:
+        nonlocal disabled
+        if disabled is None:
             if "torch._dynamo" not in sys.modules:
                 return function(*args, **kwargs)
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **kwargs)
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
     return run

@@ -37,44 +37,12 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Difference",
-    "Flags",
-    "FlagsError",
-    "Hold",
-    "can_be",
-    "effective_fp32_precision",
-    "forbid_short_sums",
-    "fp32_behaviour",
-    "get_flag",
-    "pinned",
-    "preserved",
-    "process_fp32_precision",
-    "refuse_fp64",
-    "restore",
-    "set_cpu_fp32",
-    "set_flag",
-    "set_tf32",
-    "snapshot",
-    "tf32_allowed",
-    "undisturbed",
-]
-
 _C: Any = torch._C
 _LOCK = threading.RLock()
 
 # Ancestors before children: the order in which nodes are read and written.
-TREE_NODES: tuple[tuple[str, str], ...] = (
-    ("generic", "all"),
-    ("cuda", "all"),
-    ("cuda", "matmul"),
-    ("cuda", "conv"),
-    ("cuda", "rnn"),
-    ("mkldnn", "all"),
-    ("mkldnn", "matmul"),
-    ("mkldnn", "conv"),
-    ("mkldnn", "rnn"),
-)
+_OPS = ("matmul", "conv", "rnn")
+TREE_NODES = (("generic", "all"), *((backend, op) for backend in ("cuda", "mkldnn") for op in ("all", *_OPS)))
 
 HAS_TREE = hasattr(_C, "_get_fp32_precision_getter")
 
@@ -155,6 +123,21 @@ def can_be(part: str, name: str, value: Any) -> bool:
 
 
 # ---------------------------------------------------------------- independent switches
+#: Names of switches, and what follows _get_ and _set_ in torch._C.
+_SWITCHES = {
+    "cudnn.enabled": "cudnn_enabled",
+    "cudnn.benchmark": "cudnn_benchmark",
+    "cudnn.deterministic": "cudnn_deterministic",
+    "cudnn.depthwise_kernel": "cudnn_depthwise_kernel",
+    "cuda.matmul.allow_fp16_accumulation": "cublas_allow_fp16_accumulation",
+    "cpu.allow_fp16_reduced_precision_reduction": "cpu_allow_fp16_reduced_precision_reduction",
+    "sdp.math_allow_fp16_bf16_reduction": "math_sdp_allow_fp16_bf16_reduction",
+    "mkldnn.enabled": "mkldnn_enabled",
+    "mkldnn.deterministic": "mkldnn_deterministic",
+}
+_SDP = {"flash": "flash_sdp", "mem_efficient": "mem_efficient_sdp", "math": "math_sdp", "cudnn": "cudnn_sdp"}
+
+
 def _plain_table() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """Name to (getter, setter) of every independent switch that this PyTorch has."""
 
@@ -168,54 +151,25 @@ def _plain_table() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
         if found is None:
             return None
         get, put = found
-
-        def read() -> list[bool]:
-            value = get()
-            return list(value) if isinstance(value, (tuple, list)) else [value]
-
+        read = lambda: list(value) if isinstance(value := get(), tuple | list) else [value]  # noqa: E731
         return read, lambda value: put(*value)
 
-    table = {
-        "cudnn.enabled": pair("_get_cudnn_enabled", "_set_cudnn_enabled"),
-        "cudnn.benchmark": pair("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-        "cudnn.deterministic": pair("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-        "cudnn.depthwise_kernel": pair("_get_cudnn_depthwise_kernel", "_set_cudnn_depthwise_kernel"),
-        "cuda.matmul.allow_fp16_reduced_precision_reduction": several(
-            "_get_cublas_allow_fp16_reduced_precision_reduction",
-            "_set_cublas_allow_fp16_reduced_precision_reduction",
-        ),
-        "cuda.matmul.allow_bf16_reduced_precision_reduction": several(
-            "_get_cublas_allow_bf16_reduced_precision_reduction",
-            "_set_cublas_allow_bf16_reduced_precision_reduction",
-        ),
-        "cuda.matmul.allow_fp16_accumulation": pair(
-            "_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"
-        ),
-        "cpu.allow_fp16_reduced_precision_reduction": pair(
-            "_get_cpu_allow_fp16_reduced_precision_reduction",
-            "_set_cpu_allow_fp16_reduced_precision_reduction",
-        ),
-        "sdp.flash": pair("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
-        "sdp.mem_efficient": pair("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-        "sdp.math": pair("_get_math_sdp_enabled", "_set_sdp_use_math"),
-        "sdp.cudnn": pair("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-        "sdp.math_allow_fp16_bf16_reduction": pair(
-            "_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"
-        ),
-        "mkldnn.enabled": pair("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-        "mkldnn.deterministic": pair("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
-        "deterministic_algorithms": (
-            lambda: [
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ],
-            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-        ),
-    }
+    table = {name: pair(f"_get_{words}", f"_set_{words}") for name, words in _SWITCHES.items()}
+    for name, words in _SDP.items():
+        table[f"sdp.{name}"] = pair(f"_get_{words}_enabled", f"_set_sdp_use_{name}")
+    for dtype in ("fp16", "bf16"):
+        name = f"allow_{dtype}_reduced_precision_reduction"
+        table[f"cuda.matmul.{name}"] = several(f"_get_cublas_{name}", f"_set_cublas_{name}")
+    table["deterministic_algorithms"] = (
+        lambda: [
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ],
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    )
     if _C._has_cudnn:
-        table["cudnn.benchmark_limit"] = pair(
-            "_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit"
-        )
+        limit = "cudnn_benchmark_limit"
+        table["cudnn.benchmark_limit"] = pair(f"_cuda_get_{limit}", f"_cuda_set_{limit}")
     return {name: entry for name, entry in table.items() if entry is not None}
 
 
@@ -262,15 +216,12 @@ def forbid_short_sums() -> None:
 
 # ---------------------------------------------------------------- the fp32_precision tree
 def _get(backend: str, op: str) -> str:
-    value: str = _C._get_fp32_precision_getter(backend, op)
-    return value
+    return str(_C._get_fp32_precision_getter(backend, op))
 
 
 def _set(backend: str, op: str, value: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # a node that exists but has no hardware behind it warns on every write
+        warnings.simplefilter("ignore")  # a node without hardware behind it warns on every write
         _C._set_fp32_precision_setter(backend, op, value)
 
 
@@ -295,7 +246,7 @@ def _stored_tree() -> dict[str, str]:
             stored[f"{backend}.all"] = "none" if inherits else value
             _set(*root, "none")
             try:
-                for op in ("matmul", "conv", "rnn"):
+                for op in _OPS:
                     inherits, value = _follows(top, (backend, op))
                     if inherits:
                         _set(*top, "none")
@@ -342,10 +293,7 @@ def _stored_legacy(tree: dict[str, str]) -> dict[str, Any]:
             _set("cuda", "all", "tf32")
             for leaf in leaves:
                 _set(*leaf, "tf32")
-            ok, _ = _reads(get_cudnn)
-            cudnn = (
-                ok  # with the whole branch at TF32 the getter objects exactly when the old variable is False
-            )
+            cudnn, _ = _reads(get_cudnn)  # which objects, the branch being at TF32, exactly when it is False
         finally:
             _set("cuda", "all", tree["cuda.all"])
             for leaf in leaves:
@@ -445,16 +393,16 @@ def preserved() -> Iterator[Flags]:
     is kept, and a warning is given instead).
     """
     hold = Hold(("tree", "legacy", "plain"))
+    failed = True
     try:
         yield hold.found
-    except BaseException:
-        left = hold.release()
-        if left:
-            warnings.warn("precision flags not put back: " + "; ".join(map(str, left)), stacklevel=3)
-        raise
-    left = hold.release()
-    if left:
-        raise FlagsError("precision flags not put back: " + "; ".join(map(str, left)))
+        failed = False
+    finally:
+        if left := hold.release():
+            text = "precision flags not put back: " + "; ".join(map(str, left))
+            if not failed:
+                raise FlagsError(text)
+            warnings.warn(text, stacklevel=3)
 
 
 # ---------------------------------------------------------------- one launch
@@ -552,43 +500,13 @@ def _change(precision: str, device_type: str, plain: Mapping[str, Any], undo: co
             _set("mkldnn", op, "ieee")
 
 
-# ---------------------------------------------------------------- what surrounds a call
-class _Surroundings(threading.local):
-    """Policies that cast in this thread (`voxmma.policy`), the innermost last; None: none of them does."""
-
-    def __init__(self) -> None:
-        self.modes: list[Any] = []
-
-
-surroundings = _Surroundings()
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Block whose operations run in the dtypes they are written in: autocast and policies stay outside."""
-    with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        mark = _Undisturbed()
-        surroundings.modes.append(mark)
-        try:
-            yield
-        finally:
-            surroundings.modes.remove(mark)
-
-
-class _Undisturbed:
-    """Stands among the policies of a thread and casts nothing."""
-
-
 # ---------------------------------------------------------------- TF32
 def effective_fp32_precision(op: str, device_type: str = "cuda") -> str:
     """What float32 ``op`` ('matmul', 'conv', 'rnn') may run in now.
 
     'ieee' or 'tf32' on CUDA, 'ieee', 'tf32' or 'bf16' on a CPU, which does so where it has the instructions.
     """
-    if op not in ("matmul", "conv", "rnn"):
+    if op not in _OPS:
         raise ValueError(f"op is 'matmul', 'conv' or 'rnn', not {op!r}")
     if device_type == "cpu":
         if HAS_TREE:
@@ -661,11 +579,7 @@ def set_tf32(on: bool, model: torch.nn.Module | None = None) -> None:
                 _set("cuda", "all", want)
             for op in own:
                 _set("cuda", op, want)
-        wrong = [
-            op
-            for op in ("matmul", "conv", "rnn")
-            if effective_fp32_precision(op) != ("tf32" if on else "ieee")
-        ]
+        wrong = [op for op in _OPS if effective_fp32_precision(op) != ("tf32" if on else "ieee")]
         if wrong:
             raise FlagsError(f"TF32 {'on' if on else 'off'} did not take for {', '.join(wrong)}")
 
@@ -677,35 +591,9 @@ def set_cpu_fp32(tf32: bool) -> None:
     """
     with _exclusive():
         allowed = ("ieee", "tf32") if tf32 else ("ieee",)
-        low = [op for op in ("matmul", "conv", "rnn") if effective_fp32_precision(op, "cpu") not in allowed]
+        low = [op for op in _OPS if effective_fp32_precision(op, "cpu") not in allowed]
         if low and not HAS_TREE:
             torch.set_float32_matmul_precision("high" if tf32 else "highest")
         elif low:
             for op in low:
                 _set("mkldnn", op, "ieee")
-
-
-def fp32_behaviour(device: str | torch.device, n: int = 64) -> dict[str, float]:
-    """What float32 arithmetic does on ``device``: max eta of a matrix product and a convolution.
-
-    eta = |y - y64| / sum|a||b| over all cells, reduction length ``n``. IEEE float32 stays below 1e-6, TF32 is
-    above 1e-5 (operands with 10 mantissa bits), whatever autocast or policy surrounds the call. Keys 'matmul'
-    and 'conv'.
-    """
-    with undisturbed():
-        return _fp32_behaviour(device, n)
-
-
-def _fp32_behaviour(device: str | torch.device, n: int) -> dict[str, float]:
-    gen = torch.Generator().manual_seed(20)
-    a = torch.randn(256, n, generator=gen, dtype=torch.float32, device="cpu").to(device)
-    b = torch.randn(n, 256, generator=gen, dtype=torch.float32, device="cpu").to(device)
-    y64, mag = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    eta = {"matmul": float(((a @ b).double() - y64).abs().div(mag).max())}
-    image, kernel = (
-        a.reshape(1, 256, n // 8, 8).transpose(0, 1).contiguous(),
-        b.t().reshape(256, 1, n // 8, 8),
-    )
-    got = torch.nn.functional.conv2d(image, kernel.contiguous())
-    eta["conv"] = float((got.double().reshape(256, 256) - y64).abs().div(mag).max())
-    return eta

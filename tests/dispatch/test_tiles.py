@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 
 import voxmma
 from voxmma import _C, _types
-from voxmma.dispatch import selection, settings, validation
-from voxmma.ops import kernels
+from voxmma.dispatch import selection, settings, store, validation
+from voxmma.ops import formats, kernels
 from voxmma.tools import doctor
-from voxmma.tuning import gate, machine
+from voxmma.tuning import machine
 
 from conftest import random_coords
 from tile_table import ARCHS, snapshot, stand_in
@@ -456,7 +457,7 @@ def test_accumulator_words() -> None:
 
 # ---- the gate in the way -----------------------------------------------------------------------------------
 
-OWNER = {"device": "GPU-1", "driver": "580.1", "build": "abc"}
+OWNER = store.Owner("Some Card", "9.0", 132, "580.1", "abc", device="GPU-1")
 CUDA = torch.device("cuda", 0)
 F32_FORWARD = "sm90_f16_256x64x64_acc32"
 
@@ -465,14 +466,13 @@ F32_FORWARD = "sm90_f16_256x64x64_acc32"
 def records(monkeypatch: pytest.MonkeyPatch, build: None, tmp_path: Path) -> Iterator[Any]:
     """A stand-in for a device with a file of verdicts; call it to record one: records(tile, failed check)."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: H100)
-    monkeypatch.setattr(validation, "identity", lambda device: OWNER)
-    monkeypatch.setattr(gate, "identity", lambda device: OWNER)
+    monkeypatch.setattr(store, "owner_of", lambda device, one_card=False: OWNER)
 
     def record(tile: str, failed: str = "") -> None:
-        checks = [{"name": "bound", "passed": True, "detail": "d"}]
+        checks = [validation.Check("bound", True, "d")]
         if failed:
-            checks.append({"name": failed, "passed": False, "detail": "1.00x, 1.03x needed"})
-        validation._write("tile", tile, OWNER, {"allowed": not failed, "checks": checks})
+            checks.append(validation.Check(failed, False, "1.00x, 1.03x needed"))
+        validation.keep(validation.Verdict(tile, not failed, tuple(checks)), CUDA)
 
     with settings.override(cache_dir=str(tmp_path)):
         yield record
@@ -496,19 +496,16 @@ def test_automatic_rule_needs_a_verdict_of_this_device(records: Any, monkeypatch
     assert selection.rescaled(torch.float16, accumulator, "inference_mode", False)
     assert plan(torch.bfloat16, True, "inference_mode", CUDA)[0] == "fp16"
     assert plan(torch.float16, True, "inference_mode", CUDA, c=32)[0] == "fp32"  # another tile
-    for field in OWNER:
-        monkeypatch.setattr(validation, "identity", lambda device, f=field: {**OWNER, f: "changed"})
-        monkeypatch.setattr(gate, "identity", lambda device, f=field: {**OWNER, f: "changed"})
+    for changed in (*(replace(OWNER, **{f: "changed"}) for f in ("device", "driver", "build")), None):
+        monkeypatch.setattr(store, "owner_of", lambda device, one_card=False, owner=changed: owner)
         _clear()
         assert automatic()[0] == "fp32"
-    monkeypatch.setattr(validation, "identity", lambda device: None)
-    monkeypatch.setattr(gate, "identity", lambda device: None)
     _clear()
     assert automatic()[0] == "fp32"
 
 
 def test_a_missing_step_closes_the_gate(records: Any) -> None:
-    validation._write("tile", F16_FORWARD, OWNER, {"allowed": True, "checks": []})
+    validation.keep(validation.Verdict(F16_FORWARD, True, ()), CUDA)
     records(F16_FORWARD, failed="bound")
     assert automatic()[0] == "fp32"
     with settings.override(cache_dir="/nowhere"):
@@ -606,12 +603,6 @@ def test_table_lists_every_compiled_tile_and_prints(build: None) -> None:
     text = str(table)
     assert all(name in text for name in names)
     assert "built for 8.0, 9.0a" in text and repr(table) == text
-    from rich.console import Console
-
-    console = Console(width=400, file=None, record=True)
-    with console.capture() as capture:
-        console.print(table)
-    assert "sm90_f16_wgrad_64x64" in capture.get()
 
 
 def test_table_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -684,7 +675,7 @@ def test_the_device_says_its_shared_memory() -> None:
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "ieee", "tf32"])
 def test_fault_40_training_as_on_a_small_card(precision: str) -> None:
     """Forward and both gradients with 99 KB: only tiles that fit run, and they give what large ones give."""
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
+    dtype = formats.DTYPES[precision]
     coords = random_coords(3000, 20).cuda()
     x = torch.randn(3000, 64, device="cuda", dtype=dtype)
     layer = voxmma.nn.SparseConv3d(64, 64, 3).to("cuda", dtype)

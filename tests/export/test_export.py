@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -25,6 +24,7 @@ from voxmma.export.frozen import ArtefactError
 from voxmma.ops.formats import round_tf32
 from voxmma.precision.policy import ComputeSpec, PolicyError, Precision, PrecisionPolicy
 from voxmma.tools import compile as export
+from voxmma.tools.cli import app
 from voxmma.tools.speedbench import SparseUNet
 
 from conftest import random_coords
@@ -490,7 +490,7 @@ def test_a_package_that_does_not_work_is_left_out(fault: str, monkeypatch: pytes
 
 
 def test_without_a_toolchain_the_graph_runs_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: typer.Typer
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def none(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no C++ compiler\nmore")
@@ -513,7 +513,7 @@ def test_without_a_toolchain_the_graph_runs_and_says_why(
     (tmp_path / "model.py").write_text(MODEL)
     for flags, code in (([], 0), (["--no-aot"], 0), (["--aot"], 1)):
         where = [f"{tmp_path / 'model.py'}:small", "-o", str(tmp_path / "a.pt2")]
-        done = CliRunner().invoke(command, ["compile", *where, *flags])
+        done = CliRunner().invoke(app, ["compile", *where, *flags])
         assert done.exit_code == code
         assert ("not asked for" if flags == ["--no-aot"] else "no C++ compiler") in done.output
 
@@ -530,24 +530,12 @@ def wrong():
 """
 
 
-@pytest.fixture
-def command() -> typer.Typer:
-    app = typer.Typer()
-    export.register(app)
-
-    @app.command()
-    def other() -> None:
-        """A second command, so that the first keeps its name."""
-
-    return app
-
-
-def test_the_command(command: typer.Typer, tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     where, runner = f"{tmp_path / 'model.py'}:small", CliRunner()
 
     def run(*flags: str) -> Any:
-        return runner.invoke(command, ["compile", where, "-o", str(tmp_path / "a.pt2"), "--no-aot", *flags])
+        return runner.invoke(app, ["compile", where, "-o", str(tmp_path / "a.pt2"), "--no-aot", *flags])
 
     # torch.export writes cudnn's TF32 flag, which ends its unwritable first state: that is not ours to keep
     torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),)).run_decompositions()
@@ -568,7 +556,7 @@ def test_the_command(command: typer.Typer, tmp_path: Path) -> None:
         refused = run(*flags)
         assert refused.exit_code == 2 and message in refused.output
     for bad in (f"{tmp_path / 'model.py'}:wrong", f"{tmp_path / 'model.py'}:none", "nowhere.py:small"):
-        assert runner.invoke(command, ["compile", bad, "-o", str(tmp_path / "b.pt2")]).exit_code == 2
+        assert runner.invoke(app, ["compile", bad, "-o", str(tmp_path / "b.pt2")]).exit_code == 2
 
 
 def test_flags_make_a_policy_or_an_error() -> None:

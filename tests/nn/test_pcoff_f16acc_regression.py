@@ -17,22 +17,21 @@ import torch
 from torch import Tensor
 
 import voxmma
-from voxmma.dispatch import settings, validation
+from voxmma.dispatch import settings, store, validation
 from voxmma.dispatch.selection import card, select_tile
 from voxmma.nn import SparseConv3d
 from voxmma.nn.functional.sparse_conv import spatially_sparse_conv
 from voxmma.ops import formats
 from voxmma.ops.kernels import Tile, compiled
 from voxmma.sparse.maps import KernelMap
-from voxmma.tuning import gate
 from voxmma.verify import accuracy
-from voxmma.verify.accuracy import FAMILIES, INTEGERS, Bound, Family
+from voxmma.verify.accuracy import Bound
+from voxmma.verify.families import FAMILIES, INTEGERS, Family
 
 from conftest import random_coords, surface_coords
 
 CHANNELS = 32
 REPEATS = 10
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CASES = [
     (tile, op) for tile in compiled() for op in (("wgrad",) if tile.op == "wgrad" else ("fprop", "dgrad"))
 ]
@@ -43,16 +42,14 @@ class Case:
 
     def __init__(self, tile: Tile, op: str, family: Family, kmap: KernelMap) -> None:
         self.tile, self.op, self.kmap, self.n = tile, op, kmap, kmap.in_coords.num
-        device, dtype = kmap.device, DTYPES[tile.input]
+        device, dtype = kmap.device, formats.DTYPES[tile.input]
         generator = torch.Generator(device).manual_seed(5)
         shapes = ((self.n, CHANNELS), (27, CHANNELS, CHANNELS), (self.n, CHANNELS))
         draws = (family.activations, family.weights, family.gradients)
         self.x, self.w, self.dy = (
             draw(shape, dtype, generator, device) for draw, shape in zip(draws, shapes, strict=True)
         )
-        read = (
-            formats.quantise(t, "tf32") if tile.scheme == "tf32" else t for t in (self.x, self.w, self.dy)
-        )
+        read = (formats.round_tf32(t) if tile.scheme == "tf32" else t for t in (self.x, self.w, self.dy))
         x, w, dy = read
         pairs = kmap.pairs()
         if op == "fprop":
@@ -113,9 +110,8 @@ def test_nothing_runs_below_the_ceiling_without_the_gate(
     """Fails if the gate is removed from the selector, or lets a tile through that it has not measured."""
     from voxmma.dispatch import selection, table
 
-    owner = {"device": "GPU-1", "driver": "1.0", "build": "b"}
-    monkeypatch.setattr(validation, "identity", lambda device: owner)
-    monkeypatch.setattr(gate, "identity", lambda device: owner)
+    owner = store.Owner("a card", "9.0", 132, "1.0", "b", device="GPU-1")
+    monkeypatch.setattr(store, "owner_of", lambda device, one_card=False: owner)
     monkeypatch.setattr(
         selection,
         "select_tile",
@@ -134,10 +130,10 @@ def test_nothing_runs_below_the_ceiling_without_the_gate(
         )
 
     def record(failed: str | None) -> None:
-        checks = [{"name": "bound", "passed": failed != "bound", "detail": ""}]
+        checks = [validation.Check("bound", failed != "bound", "")]
         if failed == "gain":
-            checks.append({"name": "gain", "passed": False, "detail": ""})
-        validation._write("tile", "t_fp16", owner, {"allowed": failed is None, "checks": checks})
+            checks.append(validation.Check("gain", False, ""))
+        validation.keep(validation.Verdict("t_fp16", failed is None, tuple(checks)), device)
 
     with settings.override(cache_dir=str(tmp_path)):
         assert settings.get_pcoff_f16acc_small_ch_ceil() == 0
@@ -156,16 +152,15 @@ def test_nothing_runs_below_the_ceiling_without_the_gate(
 def test_the_gate_decides_on_this_device(tmp_path: Path) -> None:
     """The same on the card, to what runs: fp16 tiles below the ceiling come and go with their verdict."""
     device = torch.device("cuda", 0)
-    owner = validation.identity(device)
     names = {select_tile(op, torch.float16, "fp16", 32, 32, 1, device).name for op in ("fwd", "dgrad")}
     coords = random_coords(2000, 16).to(device)
     x = voxmma.Voxels(coords, torch.randn(2000, CHANNELS, device=device).half())
     conv = SparseConv3d(CHANNELS, CHANNELS, 3).to(device).half()
 
     def record(allowed: bool) -> None:
-        checks = [{"name": name, "passed": allowed, "detail": ""} for name in ("bound", "gain")]
+        checks = tuple(validation.Check(name, allowed, "") for name in ("bound", "gain"))
         for name in names:
-            validation._write("tile", name, owner, {"allowed": allowed, "checks": checks})
+            validation.keep(validation.Verdict(name, allowed, checks), device)
 
     with settings.override(cache_dir=str(tmp_path), pcoff_f16acc_small_ch_ceil=48):
         found = voxmma.explain(conv(x))
@@ -215,6 +210,6 @@ def test_tile_adds_integers_exactly(tile: Tile, op: str, kmap: KernelMap) -> Non
     case = Case(tile, op, INTEGERS, kmap)
     assert float(case.abs64.max()) <= (2048 if op != "wgrad" else 1 << 24)
     first = case.run()
-    assert torch.equal(first, accuracy.exact(case.y64, first.dtype))
+    assert torch.equal(first, case.y64.to(first.dtype))
     for _ in range(REPEATS - 1):
         assert torch.equal(case.run(), first)

@@ -20,6 +20,7 @@ import voxmma
 from voxmma.nn.functional.sparse_conv import spatially_sparse_conv
 from voxmma.nn.modules.sparse_conv import SparseConv3d
 from voxmma.verify import accuracy
+from voxmma.verify.families import FAMILIES, INTEGERS, Family
 
 from conftest import grid_coords, kernel_offsets, random_coords
 
@@ -138,11 +139,9 @@ def scene(device: torch.device, size: str) -> tuple[Tensor, voxmma.KernelMap]:
     return coords, voxmma.kernel_map(voxmma.Voxels(coords, torch.zeros(n, 1, device=device)).coord_set, 3)
 
 
-def draw(
-    family: accuracy.Family | str, dtype: torch.dtype, device: torch.device, n: int, c: int, c_out: int
-) -> list:
+def draw(family: Family | str, dtype: torch.dtype, device: torch.device, n: int, c: int, c_out: int) -> list:
     """x, w, dy of a family, drawn on the CPU so that every device sees the same numbers."""
-    family = accuracy.FAMILIES[family] if isinstance(family, str) else family
+    family = FAMILIES[family] if isinstance(family, str) else family
     generator = torch.Generator().manual_seed(7)
     x = family.activations((n, c), dtype, generator, device)
     w = family.weights((27, c, c_out), dtype, generator, device)
@@ -206,7 +205,7 @@ def test_error_is_within_the_bound(device: torch.device, dtype: torch.dtype, c: 
         assert found["fp16"]["wgrad"].rel_l2 < 1.05 * found["fp32"]["wgrad"].rel_l2, "wgrad must stay fp32"
 
 
-@pytest.mark.parametrize("family", sorted(accuracy.FAMILIES))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_every_input_family_is_within_the_bound(
     device: torch.device, dtype: torch.dtype, family: str
@@ -235,7 +234,7 @@ def test_unequal_channels_are_within_the_bound(device: torch.device, c_in: int, 
 def test_integers_are_exact(device: torch.device, dtype: torch.dtype, c: int) -> None:
     """Sums that every format holds come out bit by bit, in every accumulator: races and lost rows show."""
     n = 20_000 if device.type == "cuda" else 300
-    x, w, dy = draw(accuracy.INTEGERS, dtype, device, n, c, c)
+    x, w, dy = draw(INTEGERS, dtype, device, n, c, c)
     coords, kmap = scene(device, "large" if device.type == "cuda" else "small")
     pairs = kmap.pairs()
     expected = [
@@ -247,7 +246,7 @@ def test_integers_are_exact(device: torch.device, dtype: torch.dtype, c: int) ->
         xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
         y = spatially_sparse_conv(voxmma.Voxels(coords, xs), ws, 3, use_fp16_accum=flag).feats
         for got, want in zip((y, *torch.autograd.grad(y, (xs, ws), dy)), expected, strict=True):
-            assert torch.equal(got, accuracy.exact(want, dtype))
+            assert torch.equal(got, want.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import voxmma
-from voxmma.verify.accuracy import ARCHITECTURES, FAMILIES, MAX_PARTS, arch_of, bound
+from voxmma.ops.formats import DTYPES
+from voxmma.verify.accuracy import ARCHITECTURES, MAX_PARTS, arch_of, bound
+from voxmma.verify.families import FAMILIES
 
 from emulator import (
     KINDS,
@@ -132,7 +134,7 @@ def test_rounding_helpers() -> None:
     assert np.array_equal(round_fp16(np.array([65519.9, 65520.0])), [65504.0, np.inf])
     values = torch.randn(1000)
     assert np.array_equal(bf16(values.numpy()), values.bfloat16().double().numpy())
-    assert np.array_equal(tf32(values.numpy()), voxmma.ops.formats.quantise(values, "tf32").double().numpy())
+    assert np.array_equal(tf32(values.numpy()), voxmma.ops.formats.round_tf32(values).double().numpy())
     assert tf32(np.array([1 + 2.0**-11]))[0] == 1 + 2.0**-10  # a tie goes away from zero
 
 
@@ -143,7 +145,7 @@ def test_rounding_helpers() -> None:
 def operands(family: str, in_format: str, cells: int, n: int, seed: int = 0) -> tuple[Array, Array]:
     """Rows of activations and columns of weights of one family, both (cells, n)."""
     generator = torch.Generator().manual_seed(seed)
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32}[in_format]
+    dtype = DTYPES[in_format]
     a = FAMILIES[family].activations((cells, n), dtype, generator, "cpu").double().numpy()
     b = FAMILIES[family].weights((1, n, cells), dtype, generator, "cpu")[0].T.double().numpy()
     return (a, b) if in_format != "tf32" else (tf32(a), tf32(b))
@@ -314,7 +316,6 @@ INPUTS: dict[str, Draw] = {
     "subnormal": _subnormal,
     "sparse": _sparse,
 }
-TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 DOTS = 1_000_000  # dot products per instruction and class of inputs; x 6 classes x 8 instructions = 4.8e7
 BATCH_TILES = 2048
 
@@ -345,8 +346,8 @@ def test_hardware_agrees_bit_for_bit(kind: str, record_property: Callable[[str, 
             if spec.accumulator == "fp32":
                 c = (c * (1 + 2.0**-20 * rng.integers(-8, 9, c.shape))).astype(np.float32).astype(np.float64)
             expected = mma_dot(a[:, :, None, :], b[:, None, :, :], c, kind, arch)
-            out = TORCH_DTYPES[spec.accumulator]
-            packed = [torch.from_numpy(v).to(TORCH_DTYPES[spec.in_format]).cuda() for v in (a, b)]
+            out = DTYPES[spec.accumulator]
+            packed = [torch.from_numpy(v).to(DTYPES[spec.in_format]).cuda() for v in (a, b)]
             for instruction, index in instructions.items():
                 d = (
                     voxmma._C.mma_probe(index, *packed, torch.from_numpy(c).to(out).cuda())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import voxmma
+from voxmma._types import DTYPE_NAMES
 from voxmma.dispatch.selection import card
 from voxmma.nn import SparseConv3d
 from voxmma.nn import functional as F
@@ -25,14 +26,13 @@ from voxmma.verify import accuracy, shadow
 
 from conftest import random_coords
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 BAD = (math.inf, -math.inf, math.nan)
 CPU_TILES = [
-    *(("cpu", "fprop", kind, "fp64" if kind == "fp64" else "fp32") for kind in DTYPES),
+    *(("cpu", "fprop", kind, "fp64" if kind == "fp64" else "fp32") for kind in DTYPE_NAMES.values()),
     ("cpu_tf32", "fprop", "fp32", "fp32"),
     ("cpu", "fprop", "fp16", "fp16"),
     ("cpu_p32", "fprop", "fp16", "fp16_promoted"),
-    *(("cpu", "wgrad", kind, "fp64" if kind == "fp64" else "fp32") for kind in DTYPES),
+    *(("cpu", "wgrad", kind, "fp64" if kind == "fp64" else "fp32") for kind in DTYPE_NAMES.values()),
     ("cpu_tf32", "wgrad", "fp32", "fp32"),
 ]
 
@@ -43,7 +43,7 @@ def tiles(device: torch.device, op: str) -> Iterator[tuple[str, torch.dtype, str
     if device.type == "cuda":
         here = card(device)
         rows = [(t.name, t.op, t.input, t.accum) for t in compiled() if t.runs_on(here)]
-    found = [(name, DTYPES[kind], accum) for name, of, kind, accum in rows if of == op]
+    found = [(name, formats.DTYPES[kind], accum) for name, of, kind, accum in rows if of == op]
     assert found
     yield from found
 
@@ -122,7 +122,7 @@ CASES = pytest.mark.parametrize("shape", list(SHAPES))
 def operands(tile: str, dtype: torch.dtype, *given: Tensor) -> list[Tensor]:
     """fp64 of what the tile reads."""
     read = [t.to(dtype) for t in given]
-    return [(formats.quantise(t, "tf32") if tile.endswith("_tf32") else t).double() for t in read]
+    return [(formats.round_tf32(t) if tile.endswith("_tf32") else t).double() for t in read]
 
 
 def agree(got: Tensor, want: Tensor, what: object, classes: bool = True) -> None:
@@ -340,7 +340,7 @@ def test_rescaled_operands_fit_whatever_the_columns_sum_to(device: torch.device)
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=str)
+@pytest.mark.parametrize("dtype", list(DTYPE_NAMES), ids=str)
 def test_fault_43_pooling_and_points(device: torch.device, dtype: torch.dtype, bad: float) -> None:
     """Everything that does not read row 5 gives the same bits as without it."""
     coords = torch.cat([random_coords(200, 6), random_coords(60, 6) + torch.tensor([1, 0, 0, 0]).int()])

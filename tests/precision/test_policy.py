@@ -71,8 +71,7 @@ def test_named_policies_mean_what_the_table_says(name: str) -> None:
     assert policy.reduction_inside.value == inside
     assert policy.versioned_name == f"{name}@1"
     assert as_policy(f"{name}@1") is policy is as_policy(name)
-    for direction in ("forward", "dgrad", "wgrad"):
-        spec = policy.compute_for(direction)
+    for spec in (policy.forward, policy.dgrad, policy.wgrad):
         assert (spec.input.value, spec.accumulator_name, spec.chunk) == (compute, "fp32", None)
 
 

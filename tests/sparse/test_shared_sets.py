@@ -456,7 +456,7 @@ def test_fault_53_threads_share_a_map(
 
         want = step(Voxels(coords, feats))
         for _ in range(20):
-            x = Voxels(coords, feats)
+            x = Voxels(coords.clone(), feats)  # another tensor, another set
             builds.clear()
             for got in at_once(lambda x=x: step(x)):  # type: ignore[misc]
                 assert all(torch.equal(a, b) for a, b in zip(got[:3], want[:3], strict=True))

@@ -21,6 +21,7 @@ from voxmma.ops.kernels import Tile, compiled
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.maps import KernelMap, kernel_map
 from voxmma.verify import accuracy
+from voxmma.verify.families import FAMILIES, INTEGERS, Family
 
 from conftest import random_coords, script, surface_coords
 
@@ -83,7 +84,7 @@ def maps_of(kmap: KernelMap) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def draw(
-    family: accuracy.Family, tile: Tile, kmap: KernelMap, channels: tuple[int, int], groups: int = 1
+    family: Family, tile: Tile, kmap: KernelMap, channels: tuple[int, int], groups: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, w, dy of a tile's input format, the same on every device."""
     device, dtype = kmap.out_coords.device, DTYPES[tile.input]
@@ -134,7 +135,7 @@ def test_sums_are_exact_and_the_same_in_every_run(
         kmap = layer_map(device, n, layer, scattered)
         pairs, answers = kmap.pairs(), {}
         for tile in tiles:
-            x, w, dy = draw(accuracy.INTEGERS, tile, kmap, channels)
+            x, w, dy = draw(INTEGERS, tile, kmap, channels)
             bias = torch.arange(channels[1], device=device, dtype=torch.float32) % 5 - 2
             if tile.input not in answers:
                 answers[tile.input] = (
@@ -143,7 +144,7 @@ def test_sums_are_exact_and_the_same_in_every_run(
                 )
             first = run_fprop(tile, kmap, x, w, dy, bias)
             for got, want in zip(first, answers[tile.input], strict=True):
-                assert torch.equal(got, accuracy.exact(want, got.dtype)), (tile.name, n, channels)
+                assert torch.equal(got, want.to(got.dtype)), (tile.name, n, channels)
             again = run_fprop(tile, kmap, x, w, dy, bias)
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), (tile.name, n, channels)
 
@@ -154,12 +155,12 @@ def test_weight_gradients_are_exact_and_the_same_in_every_run(device: torch.devi
     for n, channels, tiles in pairwise(tiles_of(device, "wgrad"), rows_of(device), shapes, turn):
         kmap, want = layer_map(device, n, layer), None
         for tile in tiles:
-            x, _, dy = draw(accuracy.INTEGERS, tile, kmap, channels)
+            x, _, dy = draw(INTEGERS, tile, kmap, channels)
             if want is None:  # equal in every format
                 want = accuracy.reference_wgrad(x, dy, kmap.pairs())[0]
             for out in {x.dtype, torch.float64 if x.dtype == torch.float64 else torch.float32}:
                 got = run_wgrad(tile, kmap, x, dy, out)
-                assert torch.equal(got, accuracy.exact(want, out)), (tile.name, n, channels, out)
+                assert torch.equal(got, want.to(out)), (tile.name, n, channels, out)
                 assert torch.equal(run_wgrad(tile, kmap, x, dy, out), got), (tile.name, n, channels, out)
 
 
@@ -169,32 +170,33 @@ def test_groups(device: torch.device, groups: int) -> None:
     for n, channels, tiles in pairwise(tiles_of(device, "fprop"), rows, shapes, groups):
         kmap = layer_map(device, n, LAYERS[0])
         for tile in tiles:
-            x, w, dy = draw(accuracy.INTEGERS, tile, kmap, channels, groups)
+            x, w, dy = draw(INTEGERS, tile, kmap, channels, groups)
             want = (
                 accuracy.reference_conv(x, w, kmap.pairs(), n)[0],
                 accuracy.reference_dgrad(dy, w, kmap.pairs(), n)[0],
             )
             for got, exact in zip(run_fprop(tile, kmap, x, w, dy, groups=groups), want, strict=True):
-                assert torch.equal(got, accuracy.exact(exact, got.dtype)), (tile.name, n, channels)
+                assert torch.equal(got, exact.to(got.dtype)), (tile.name, n, channels)
     for n, channels, tiles in pairwise(tiles_of(device, "wgrad"), rows, shapes, groups):
         kmap = layer_map(device, n, LAYERS[0])
         for tile in tiles:
-            x, _, dy = draw(accuracy.INTEGERS, tile, kmap, channels, groups)
+            x, _, dy = draw(INTEGERS, tile, kmap, channels, groups)
             exact = accuracy.reference_wgrad(x, dy, kmap.pairs(), groups)[0]
             got = run_wgrad(tile, kmap, x, dy, x.dtype, groups)
-            assert torch.equal(got, accuracy.exact(exact, x.dtype)), (tile.name, n, channels)
+            assert torch.equal(got, exact.to(x.dtype)), (tile.name, n, channels)
 
 
 @pytest.mark.parametrize("family", ["signed", "one_signed", "cancelling"])
 def test_errors_are_within_the_bound(device: torch.device, family: str) -> None:
-    given, turn = accuracy.FAMILIES[family], list(accuracy.FAMILIES).index(family)
+    given, turn = FAMILIES[family], list(FAMILIES).index(family)
     for n, channels, tiles in pairwise(tiles_of(device, "fprop"), rows_of(device), shapes_of(device), turn):
         kmap = layer_map(device, n, LAYERS[0])
         pairs, volume = kmap.pairs(), kmap.kernel_volume
         for tile in tiles:
             x, w, dy = draw(given, tile, kmap, channels)
             read = "tf32" if tile.scheme == "tf32" else x.dtype
-            x, w, dy = (formats.quantise(t, read) for t in (x, w, dy))
+            if read == "tf32":
+                x, w, dy = (formats.round_tf32(t) for t in (x, w, dy))
             arch = "simt" if tile.atom == "SIMT" else accuracy.arch_of(device)
             found = zip(
                 run_fprop(tile, kmap, x, w, dy),
@@ -217,7 +219,7 @@ def test_no_rows(device: torch.device) -> None:
     for n_in, n_out in ((1, 0), (0, 2), (0, 0), (1, 2)):
         kmap = kernel_map(CoordSet(one[:n_in], 1), 3, out_coords=CoordSet(far[:n_out], 1))
         for tile in tiles_of(device, "fprop"):
-            x, w, dy = draw(accuracy.INTEGERS, tile, kmap, (64, 64))
+            x, w, dy = draw(INTEGERS, tile, kmap, (64, 64))
             bias = torch.ones(64, device=device)
             y, dx = run_fprop(tile, kmap, x, w, dy, bias)
             assert y.shape == (n_out, 64) and bool((y == 1).all()), tile.name
@@ -271,7 +273,7 @@ def test_small_sets_run_in_a_graph() -> None:
     device = torch.device("cuda", 0)
     kmap = layer_map(device, 254, LAYERS[0])
     for tile in tiles_of(device, "fprop"):
-        x, w, dy = draw(accuracy.INTEGERS, tile, kmap, (64, 64))
+        x, w, dy = draw(INTEGERS, tile, kmap, (64, 64))
         run_fprop(tile, kmap, x, w, dy)
         own, opposite = maps_of(kmap)
         arguments = (own, opposite, 254, kmap.symmetric, False, tile.accum, tile.name, tile.name)
@@ -283,7 +285,7 @@ def test_small_sets_run_in_a_graph() -> None:
             given.copy_(x * factor)
             graph.replay()
             want = accuracy.reference_conv(given, w, kmap.pairs(), 254)[0]
-            assert torch.equal(y, accuracy.exact(want, y.dtype)), (tile.name, factor)
+            assert torch.equal(y, want.to(y.dtype)), (tile.name, factor)
 
 
 def test_small_sets_are_timed(tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 from voxmma import torchflags
 from voxmma.tools import report
+from voxmma.tools.cli import app
+from voxmma.tuning import machine
 
 needs_tree = pytest.mark.skipif(not torchflags.HAS_TREE, reason="this PyTorch has no fp32_precision tree")
 
@@ -271,7 +272,7 @@ def test_arithmetic_that_contradicts_the_switches_is_found(
 
 
 def test_behaviour_is_measured_not_assumed() -> None:
-    exact = torchflags.fp32_behaviour("cpu")
+    exact = machine.fp32_behaviour("cpu")
     assert set(exact) == {"matmul", "conv"} and max(exact.values()) < 1e-6
 
     class Coarse(torch.overrides.TorchFunctionMode):
@@ -283,7 +284,7 @@ def test_behaviour_is_measured_not_assumed() -> None:
             return func(*args, **(kwargs or {}))
 
     with Coarse():
-        coarse = torchflags.fp32_behaviour("cpu")
+        coarse = machine.fp32_behaviour("cpu")
     assert min(coarse.values()) > report.TF32_ETA
 
 
@@ -294,29 +295,17 @@ def test_tf32_changes_what_a_gpu_computes() -> None:
         pytest.skip("no TF32 below capability 8.0")
     with torchflags.preserved():
         torchflags.set_tf32(False)
-        assert max(torchflags.fp32_behaviour("cuda").values()) < 1e-6
+        assert max(machine.fp32_behaviour("cuda").values()) < 1e-6
         torchflags.set_tf32(True)
-        assert torchflags.fp32_behaviour("cuda")["matmul"] > 1e-5
+        assert machine.fp32_behaviour("cuda")["matmul"] > 1e-5
     assert torchflags.snapshot() == before
 
 
 # ---------------------------------------------------------------- the command
-@pytest.fixture
-def command() -> typer.Typer:
-    app = typer.Typer()
-    report.register(app)
-
-    @app.command()
-    def other() -> None:
-        """A second command, so that the first keeps its name."""
-
-    return app
-
-
-def test_the_command(command: typer.Typer, tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path) -> None:
     before = torchflags.snapshot()
     runner, path = CliRunner(), tmp_path / "deep" / "journal.json"
-    plain = runner.invoke(command, ["report", "--json"])
+    plain = runner.invoke(app, ["report", "--json"])
     assert plain.exit_code == 0, plain.output
     found = json.loads(plain.stdout)
     assert found["problems"] == [] and found["trace"]
@@ -325,20 +314,20 @@ def test_the_command(command: typer.Typer, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         assert found["facts"]["fp16_rate_ratio"] is None and found["facts"]["fp16_rate_ratio_source"]
 
-    missing = runner.invoke(command, ["report", "--restore", "--journal", str(path)])
+    missing = runner.invoke(app, ["report", "--restore", "--journal", str(path)])
     assert missing.exit_code == 2 and "no journal" in missing.output
 
-    both = runner.invoke(command, ["report", "--apply", "--restore", "--journal", str(path)])
+    both = runner.invoke(app, ["report", "--apply", "--restore", "--journal", str(path)])
     assert both.exit_code == 0, both.output
     assert "every switch reads as before" in both.output
     journal = json.loads(path.read_text())
     assert journal["restored"]["differences"] == [] and journal["before"] == before.to_json()
     assert torchflags.snapshot() == before
 
-    again = runner.invoke(command, ["report", "--restore", "--journal", str(path)])
+    again = runner.invoke(app, ["report", "--restore", "--journal", str(path)])
     assert again.exit_code == 0, again.output
     path.write_text('{"journal": 99}')
-    assert runner.invoke(command, ["report", "--restore", "--journal", str(path)]).exit_code == 2
+    assert runner.invoke(app, ["report", "--restore", "--journal", str(path)]).exit_code == 2
 
 
 def test_a_journal_is_replayed_and_undone_in_another_run(tmp_path: Path) -> None:
@@ -355,9 +344,7 @@ def test_a_journal_is_replayed_and_undone_in_another_run(tmp_path: Path) -> None
     assert torchflags.snapshot() == before
 
 
-def test_a_difference_after_restoring_is_exit_code_1(
-    command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_difference_after_restoring_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     get, _ = torchflags._PLAIN["cudnn.benchmark"]
     path = tmp_path / "journal.json"
     real = report.apply_changes
@@ -369,7 +356,7 @@ def test_a_difference_after_restoring_is_exit_code_1(
     assert not torch.backends.cudnn.benchmark
     monkeypatch.setattr(report, "apply_changes", apply_and_stick)
     try:
-        done = CliRunner().invoke(command, ["report", "--apply", "--restore", "--journal", str(path)])
+        done = CliRunner().invoke(app, ["report", "--apply", "--restore", "--journal", str(path)])
     finally:
         torch.backends.cudnn.benchmark = False
     assert done.exit_code == 1

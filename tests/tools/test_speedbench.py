@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 import yaml
 from typer.testing import CliRunner
 
 import voxmma
 from voxmma import torchflags
 from voxmma.tools import cli, speedbench
+from voxmma.tools.cli import app
 from voxmma.tools.speedbench import ConfigError, load
 
 
@@ -100,7 +100,8 @@ def result() -> dict[str, Any]:
     torch.manual_seed(0)
     before = torchflags.snapshot(), voxmma.settings.snapshot()
     seen: list[str] = []
-    found = speedbench.run(load(FULL), paranoid=True, advance=seen.append)
+    eager = FULL.replace("{enabled: on,", "{enabled: off,")
+    found = speedbench.run(load(eager), paranoid=True, advance=seen.append)
     assert (torchflags.snapshot(), voxmma.settings.snapshot()) == before
     assert len(seen) == 4 * 2
     json.dumps(found)
@@ -124,6 +125,16 @@ def test_every_row_has_time_spread_and_error(result: dict[str, Any]) -> None:
         assert half["precision"] == "fp16" and half["settings"]["optimizer"]["fused"] is True
     table = speedbench.render(result)
     assert table.row_count == 12
+
+
+def test_a_compiled_variant_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[dict[str, Any]] = []
+    honest = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **how: (called.append(how), honest(model, **how))[1])
+    short = FULL.replace("[mlp, transformer, classifier, sparse_unet]", "[mlp]")
+    brain = speedbench.run(load(short))["rows"][2]
+    assert brain["precision"] == "bf16" and 1e-4 < brain["out_rel_l2"] < 1e-1 and brain["grad_rel_l2"] < 0.3
+    assert [(how["backend"], how["dynamic"], how["fullgraph"]) for how in called] == [("eager", False, False)]
 
 
 def test_inference_and_the_fp16_accumulator_reach_the_sparse_layers() -> None:
@@ -164,19 +175,7 @@ def test_switches_hold_during_a_turn_only() -> None:
         assert torchflags.effective_fp32_precision("conv") == "ieee"
 
 
-@pytest.fixture
-def command() -> typer.Typer:
-    app = typer.Typer()
-    speedbench.register(app)
-
-    @app.command()
-    def other() -> None:
-        """A second command, so that groups keep their names."""
-
-    return app
-
-
-def test_the_command(command: typer.Typer, tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path) -> None:
     path, out = tmp_path / "speed.yaml", tmp_path / "speed.json"
     path.write_text(
         yaml.safe_dump(
@@ -184,7 +183,7 @@ def test_the_command(command: typer.Typer, tmp_path: Path) -> None:
         )
     )
     done = CliRunner().invoke(
-        command, ["bench", "run", "--config", str(path), "--paranoid", "--json", "--out", str(out)]
+        app, ["bench", "run", "--config", str(path), "--paranoid", "--json", "--out", str(out)]
     )
     assert done.exit_code == 0, done.output
     assert [row["variant"] for row in json.loads(done.stdout)["rows"]] == ["baseline", "b"]
@@ -214,20 +213,12 @@ def test_a_configuration_needs_no_subcommand(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_exit_codes(command: typer.Typer, tmp_path: Path, text: str, code: int, message: str) -> None:
+def test_exit_codes(tmp_path: Path, text: str, code: int, message: str) -> None:
     if code == 2 and "cuda" in text and torch.cuda.is_available():
         pytest.skip("this machine has the device")
     path = tmp_path / "speed.yaml"
     path.write_text(text)
-    done = CliRunner().invoke(command, ["bench", "run", "--config", str(path)])
+    done = CliRunner().invoke(app, ["bench", "run", "--config", str(path)])
     assert done.exit_code == code, done.output
     assert message in done.output
-    assert CliRunner().invoke(command, ["bench", "run", "--config", str(tmp_path / "none")]).exit_code == 2
-
-
-def test_run_joins_the_bench_commands_that_are_there() -> None:
-    app, bench = typer.Typer(), typer.Typer()
-    app.add_typer(bench, name="bench")
-    speedbench.register(app)
-    assert len(app.registered_groups) == 1
-    assert [c.name for c in bench.registered_commands] == ["run"]
+    assert CliRunner().invoke(app, ["bench", "run", "--config", str(tmp_path / "none")]).exit_code == 2

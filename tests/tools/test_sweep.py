@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
 from voxmma.dispatch.record import Record
-from voxmma.tools import sweep, sweep_command
+from voxmma.tools import sweep
+from voxmma.tools.cli import app
 from voxmma.tools.sweep import Grid, Row
 from voxmma.verify import accuracy, trials
 from voxmma.verify.trials import MODES, Mode, Operands, Site
@@ -229,9 +229,6 @@ def test_offset_rounding_is_what_it_says() -> None:
 
 
 def command(*arguments: str) -> Any:
-    app = typer.Typer()
-    sweep_command.register(app)
-    app.callback()(lambda: None)
     return CliRunner().invoke(app, ["sweep", "--device", "cpu", "--voxels", "100", *arguments])
 
 

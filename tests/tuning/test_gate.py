@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 import voxmma
-from voxmma.dispatch import validation
+from voxmma.dispatch import measurements, store, validation
 from voxmma.ops.kernels import chunk_of, compiled, parse_accumulator
 from voxmma.ops.rescale import fp16_operands, overflow_bound, safe_factor
 from voxmma.tools import gate as gate_module
@@ -22,7 +23,8 @@ from voxmma.tools import sweep
 from voxmma.tuning import gate
 from voxmma.tuning.gate import judge
 from voxmma.verify import trials
-from voxmma.verify.accuracy import FAMILIES, Bound, Errors, reference_conv
+from voxmma.verify.accuracy import Bound, Errors, reference_conv
+from voxmma.verify.families import FAMILIES
 from voxmma.verify.overflow import Certificate, certificate
 
 CPU = torch.device("cpu")
@@ -41,7 +43,7 @@ EVIDENCE: dict[str, Any] = {
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[Path]:
     with voxmma.settings.override(cache_dir=str(tmp_path / "cache")):
-        yield tmp_path / "cache" / "gate.jsonl"
+        yield tmp_path / "cache" / "records.jsonl"
 
 
 # ---- the decision ----------------------------------------------------------------------------------------
@@ -266,60 +268,92 @@ def test_table_shows_every_figure(scene: voxmma.Voxels) -> None:
 
 # ---- records ---------------------------------------------------------------------------------------------
 
-OWNER = {"device": "GPU-1", "driver": "580.1", "build": "abc"}
+OWNER = store.Owner("Some Card", "9.0", 132, "580.1", "abc", device="GPU-1")
 
 
-def test_records_belong_to_device_driver_and_build(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "identity", lambda device: OWNER)
-    monkeypatch.setattr(gate, "identity", lambda device: OWNER)
+@pytest.fixture
+def owners(monkeypatch: pytest.MonkeyPatch) -> Callable[[store.Owner | None], None]:
+    """Says whose records those of every device are, the CPU's too."""
+
+    def own(owner: store.Owner | None) -> None:
+        monkeypatch.setattr(store, "owner_of", lambda device, one_card=False: owner)
+
+    store.warn_once.cache_clear()
+    own(OWNER)
+    return own
+
+
+def test_records_belong_to_device_driver_and_build(
+    cache: Path, owners: Callable[[store.Owner | None], None]
+) -> None:
     verdict = decide()
-    data = {"allowed": True, "checks": [check.__dict__ for check in verdict.checks]}
     assert not validation.on_record("tile", CPU).allowed
-    validation._write("tile", "tile", OWNER, data)
+    validation.keep(verdict, CPU)
     assert validation.on_record("tile", CPU) == verdict
     assert not validation.on_record("other", CPU).allowed
-    for field in OWNER:
-        monkeypatch.setattr(validation, "identity", lambda device, f=field: {**OWNER, f: "changed"})
-        monkeypatch.setattr(gate, "identity", lambda device, f=field: {**OWNER, f: "changed"})
+    for field in ("card", "device", "driver", "build"):
+        owners(replace(OWNER, **{field: "changed"}))
         stale = validation.on_record("tile", CPU)
         assert not stale.allowed and stale.reason == "record: no measurement on record for this device"
-    monkeypatch.setattr(validation, "identity", lambda device: None)
-    monkeypatch.setattr(gate, "identity", lambda device: None)
+    owners(None)
     assert not validation.on_record("tile", CPU).allowed
 
 
-def test_a_later_refusal_beats_an_earlier_permission(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "identity", lambda device: OWNER)
-    monkeypatch.setattr(gate, "identity", lambda device: OWNER)
-    validation._write("tile", "tile", OWNER, {"allowed": True, "checks": []})
-    validation._write(
-        "tile",
-        "tile",
-        OWNER,
-        {"allowed": False, "checks": [{"name": "bound", "passed": False, "detail": "d"}]},
-    )
-    assert not validation.on_record("tile", CPU).allowed
+def test_a_later_refusal_beats_an_earlier_permission(
+    cache: Path, owners: Callable[[store.Owner | None], None]
+) -> None:
+    failed = (validation.Check("bound", False, "d"),)
+    for verdict in (decide(), validation.Verdict("tile", False, failed), decide()):
+        validation.keep(verdict, CPU)
+        assert validation.on_record("tile", CPU) == verdict
     # a record that claims a permission which its own checks do not give is refused
-    validation._write(
-        "tile",
-        "tile",
-        OWNER,
-        {"allowed": True, "checks": [{"name": "bound", "passed": False, "detail": "d"}]},
-    )
+    validation.keep(validation.Verdict("tile", True, failed), CPU)
     assert not validation.on_record("tile", CPU).allowed
 
 
-def test_unreadable_and_unwritable_records_are_no_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "identity", lambda device: OWNER)
-    monkeypatch.setattr(gate, "identity", lambda device: OWNER)
-    validation._warn_once.cache_clear()
-    validation._write("tile", "tile", OWNER, {"allowed": True, "checks": []})
-    cache.write_bytes(cache.read_bytes() + b'{"kind": "tile"\n[1, 2]\n\xff\xfe\n')
-    with pytest.warns(UserWarning, match="cannot be read"):
-        assert validation.on_record("tile", CPU).allowed
-    with voxmma.settings.override(cache_dir=os.devnull), pytest.warns(UserWarning, match="cannot be written"):
-        validation._write("tile", "tile", OWNER, {})
-    assert all(json.loads(line) for line in cache.read_text(errors="replace").splitlines()[:1])
+def test_unreadable_and_unwritable_records_are_no_error(
+    cache: Path, owners: Callable[[store.Owner | None], None]
+) -> None:
+    validation.keep(decide(), CPU)
+    whole = cache.read_bytes()
+    cache.write_bytes(whole + b'{"kind": "tile"\n[1, 2]\n\xff\xfe\n')
+    with pytest.warns(UserWarning, match=r"records.jsonl holds 3 damaged line\(s\), which are ignored"):
+        assert validation.on_record("tile", CPU) == decide()
+    cache.write_bytes(whole.replace(b'"allowed": true', b'"allowed": false'))  # fails its checksum
+    with pytest.warns(UserWarning, match="1 damaged line"):
+        assert validation.on_record("tile", CPU).reason.startswith("record")
+    unwritable = "cannot be written .* the verdicts are not kept"
+    with voxmma.settings.override(cache_dir=os.devnull), pytest.warns(UserWarning, match=unwritable):
+        validation.keep(decide(), CPU)
+
+
+def test_fault_63_a_refusal_after_a_cut_line_counts(
+    cache: Path, owners: Callable[[store.Owner | None], None]
+) -> None:
+    """Joined to the cut line it would be lost, and the permission before it would stand."""
+    validation.keep(decide(), CPU)
+    with cache.open("ab") as file:
+        file.write(cache.read_bytes()[:30])  # its writer was killed
+    refused = validation.Verdict("tile", False, (validation.Check("bound", False, "d"),))
+    validation.keep(refused, CPU)
+    with pytest.warns(UserWarning, match="1 damaged line"):
+        assert validation.on_record("tile", CPU) == refused
+
+
+def test_times_and_verdicts_share_a_file(cache: Path, owners: Callable[[store.Owner | None], None]) -> None:
+    """Deleting measurements leaves verdicts; either kind is read without the other."""
+    key = measurements.Key("fwd", "fp16", "fp32", 64, 64, 1, 27, "ieee")
+    timed = measurements.body(OWNER, key, {"tile": 1.0})
+    store.append([timed])
+    validation.keep(decide(), CPU)
+    store.append([timed])
+    assert measurements.read(cache, OWNER) == [timed, timed]
+    assert validation.on_record("tile", CPU) == decide()
+    with cache.open("a") as file:
+        file.write("damage\n")
+    assert measurements.forget() == 3
+    assert measurements.read(cache, OWNER) == [] and len(cache.read_text().splitlines()) == 1
+    assert validation.on_record("tile", CPU) == decide()
 
 
 def test_board_refuses_a_cpu() -> None:
@@ -347,7 +381,7 @@ def test_board_is_probed_once_and_kept(cache: Path) -> None:
     assert first.fp32 > 10 and 0.9 < first.ratio < 2.2
     gate._board.cache_clear()
     assert gate.board("cuda:0") == first
-    assert [json.loads(line)["kind"] for line in cache.read_text().splitlines()] == ["board"]
+    assert [json.loads(line)["kind"] for line in cache.read_text().splitlines()] == ["rates"]
 
 
 @pytest.mark.gpu

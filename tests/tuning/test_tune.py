@@ -23,13 +23,15 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import voxmma
+from voxmma import _timing as timing
 from voxmma import _types
-from voxmma.dispatch import measurements, selection, settings, validation
-from voxmma.dispatch.measurements import Key, Owner, Table
+from voxmma.dispatch import measurements, selection, settings, store, validation
+from voxmma.dispatch.measurements import Key, Table
+from voxmma.dispatch.store import Owner
 from voxmma.ops import kernels
 from voxmma.sparse.maps import kernel_map
 from voxmma.tools.cli import app
-from voxmma.tuning import timing, tuner
+from voxmma.tuning import tuner
 
 from conftest import random_coords, surface_coords
 from tile_table import ARCHS, snapshot, stand_in
@@ -45,16 +47,16 @@ HEURISTIC, OTHER = "sm90_f16_256x64x64_acc32", "sm80_f16_256x64x32_acc32"
 def cache(tmp_path: Path) -> Iterator[Path]:
     """The cache file, which does not exist, and nothing read or warned about before."""
     measurements.reload()
-    measurements._warn_once.cache_clear()
+    store.warn_once.cache_clear()
     with settings.override(cache_dir=str(tmp_path / "cache")):
-        yield tmp_path / "cache" / "tune.jsonl"
+        yield tmp_path / "cache" / "records.jsonl"
     measurements.reload()
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner is known for every device, the CPU too."""
-    monkeypatch.setattr(measurements, "owner_of", lambda device: OWNER)
+    monkeypatch.setattr(store, "owner_of", lambda device, one_card=False: OWNER)
 
 
 def measured(owner: Owner = OWNER, key: Key = KEY, **ms: float) -> measurements.Body:
@@ -76,7 +78,7 @@ def in_child(work: Callable[[], None]) -> int:
 def test_what_was_written_is_read(cache: Path) -> None:
     assert measurements.read(cache, OWNER) == []
     first, second = measured(), measured(a=1.25, b=0.1 + 0.2)
-    assert measurements.append([first]) is None and measurements.append([second]) is None
+    assert store.append([first]) is None and store.append([second]) is None
     assert measurements.read(cache, OWNER) == [first, second]
     assert len(cache.read_text().splitlines()) == 2
 
@@ -88,17 +90,17 @@ def test_measurements_of_another_card_driver_or_build_are_ignored(cache: Path) -
         replace(OWNER, build="build-2"),
         replace(OWNER, multiprocessors=114),
     ]
-    measurements.append([measured(owner) for owner in others])
+    store.append([measured(owner) for owner in others])
     with pytest.warns(UserWarning, match="another driver or build .* run voxmma tune again"):
         assert measurements.read(cache, OWNER) == []
     ours = measured()
-    measurements.append([ours])
+    store.append([ours])
     assert measurements.read(cache, OWNER) == [ours]
 
 
 def test_a_shared_file_does_not_warn_about_other_cards(cache: Path, recwarn: pytest.WarningsRecorder) -> None:
-    measurements.append([measured(replace(OWNER, card="Other Card")), measured(replace(OWNER, driver="1.0"))])
-    measurements.append([measured()])
+    store.append([measured(replace(OWNER, card="Other Card")), measured(replace(OWNER, driver="1.0"))])
+    store.append([measured()])
     assert len(measurements.read(cache, OWNER)) == 1
     assert len(measurements.read(cache, replace(OWNER, card="New Card"))) == 0
     assert not recwarn.list
@@ -106,16 +108,16 @@ def test_a_shared_file_does_not_warn_about_other_cards(cache: Path, recwarn: pyt
 
 def test_a_line_cut_short_anywhere_costs_only_itself(cache: Path) -> None:
     first, second, third = measured(a=1.0), measured(b=2.0), measured(c=3.0)
-    measurements.append([first, second])
+    store.append([first, second])
     whole = cache.read_bytes()
     end_of_first = whole.index(b"\n") + 1
     for cut in range(end_of_first + 1, len(whole) - 1, 7):
         cache.write_bytes(whole[:cut])
-        measurements._warn_once.cache_clear()
+        store.warn_once.cache_clear()
         with pytest.warns(UserWarning, match=r"1 damaged line"):
             assert measurements.read(cache, OWNER) == [first]
-        assert measurements.append([third]) is None  # begins a line of its own
-        measurements._warn_once.cache_clear()
+        assert store.append([third]) is None  # begins a line of its own
+        store.warn_once.cache_clear()
         with pytest.warns(UserWarning, match=r"1 damaged line"):
             assert measurements.read(cache, OWNER) == [first, third]
 
@@ -132,7 +134,7 @@ def test_a_line_cut_short_anywhere_costs_only_itself(cache: Path) -> None:
 )
 def test_a_changed_line_fails_its_checksum(cache: Path, damage: Callable[[bytes], bytes]) -> None:
     good = measured(a=1.0)
-    measurements.append([measured(), good])
+    store.append([measured(), good])
     bad, rest = cache.read_bytes().split(b"\n", 1)
     cache.write_bytes(damage(bad + b"\n") + rest)
     with pytest.warns(UserWarning, match="damaged"):
@@ -141,7 +143,7 @@ def test_a_changed_line_fails_its_checksum(cache: Path, damage: Callable[[bytes]
 
 @pytest.mark.parametrize("ms", [{}, {"a": 0.0}, {"a": -1.0}, {"a": float("nan")}, {"a": "fast"}])
 def test_impossible_times_are_damage(cache: Path, ms: dict[str, Any]) -> None:
-    measurements.append([measurements.body(OWNER, KEY, ms)])
+    store.append([measurements.body(OWNER, KEY, ms)])
     with pytest.warns(UserWarning, match="damaged"):
         assert measurements.read(cache, OWNER) == []
 
@@ -150,13 +152,13 @@ def test_impossible_times_are_damage(cache: Path, ms: dict[str, Any]) -> None:
 def test_a_file_that_cannot_be_read_is_no_error(
     cache: Path, card: None, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    measurements.append([measured()])
+    store.append([measured()])
     if kind == "huge":
-        monkeypatch.setattr(measurements, "MAX_BYTES", 100)
+        monkeypatch.setattr(store, "MAX_BYTES", 100)
     else:
         cache.unlink()
         cache.mkdir() if kind == "folder" else cache.symlink_to("/dev/zero")
-    with pytest.warns(UserWarning, match=r"cannot be read .* chosen by the heuristic"):
+    with pytest.warns(UserWarning, match=r"cannot be read .* nothing that was measured is used"):
         assert len(measurements.table(GPU)) == 0
 
 
@@ -166,7 +168,7 @@ def test_a_file_that_cannot_be_read_is_no_error(
 def test_eight_processes_write_at_once(
     cache: Path, card: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measurements, "LOCK_SECONDS", 600.0)  # however slowly the others get on
+    monkeypatch.setattr(store, "LOCK_SECONDS", 600.0)  # however slowly the others get on
     context = multiprocessing.get_context("fork")
     start = context.Barrier(8)
     done = context.Barrier(8)
@@ -175,7 +177,7 @@ def test_eight_processes_write_at_once(
         start.wait()
         for i in range(25):
             ms = {"a": 1.0 + number / 8, "b": 1.5, f"only-{number}-{i}": 0.1}
-            if measurements.append([measured(**ms)]) is not None:
+            if store.append([measured(**ms)]) is not None:
                 os._exit(1)
         done.wait()
         won = measurements.table(GPU).choose(KEY, "b", ["a", "b"])
@@ -195,7 +197,7 @@ def test_eight_processes_write_at_once(
 
 def test_a_writer_killed_in_the_middle_of_a_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = measured(a=1.0), measured(b=1.0)
-    measurements.append([before])
+    store.append([before])
     real = os.write
 
     def half(handle: int, data: bytes) -> int:
@@ -205,13 +207,13 @@ def test_a_writer_killed_in_the_middle_of_a_line(cache: Path, monkeypatch: pytes
 
     def work() -> None:
         os.write = half  # type: ignore[assignment]
-        measurements.append([measured(c=1.0)])
+        store.append([measured(c=1.0)])
 
     assert in_child(work) == -signal.SIGKILL
     assert not cache.read_bytes().endswith(b"\n")
     with monkeypatch.context() as patch:
-        patch.setattr(measurements.time, "sleep", lambda seconds: pytest.fail("the lock outlived its holder"))
-        assert measurements.append([after]) is None
+        patch.setattr(store.time, "sleep", lambda seconds: pytest.fail("the lock outlived its holder"))
+        assert store.append([after]) is None
     with pytest.warns(UserWarning, match="1 damaged line"):
         assert measurements.read(cache, OWNER) == [before, after]
 
@@ -219,7 +221,7 @@ def test_a_writer_killed_in_the_middle_of_a_line(cache: Path, monkeypatch: pytes
 def test_writers_killed_at_any_time_leave_a_file_of_whole_lines(cache: Path) -> None:
     def work() -> None:
         while True:
-            measurements.append([measured(a=1.0), measured(b=1.0)])
+            store.append([measured(a=1.0), measured(b=1.0)])
 
     for size in (1, 20_000, 50_000):
         child = multiprocessing.get_context("fork").Process(target=work)
@@ -230,27 +232,27 @@ def test_writers_killed_at_any_time_leave_a_file_of_whole_lines(cache: Path) -> 
         os.kill(child.pid or 0, signal.SIGKILL)
         child.join(600)
     before = len(measurements.read(cache, OWNER))
-    assert measurements.append([measured()]) is None
+    assert store.append([measured()]) is None
     assert before >= 50_000 // 1000 and len(measurements.read(cache, OWNER)) == before + 1
 
 
 def test_a_full_disk_is_said_and_survived(cache: Path) -> None:
     cache.parent.mkdir(parents=True)
     cache.symlink_to("/dev/full")
-    problem = measurements.append([measured()])
+    problem = store.append([measured()])
     assert problem is not None and os.strerror(errno.ENOSPC) in problem and str(cache) in problem
 
 
 def test_a_write_cut_short_by_the_system_is_undone(cache: Path) -> None:
     """A limit on the size of files lets a write through in part, as a disk does that fills up."""
     first = measured(a=1.0)
-    measurements.append([first])
+    store.append([first])
     whole = cache.read_bytes()
 
     def work() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 40, len(whole) + 40))
-        problem = measurements.append([measured(b=1.0)])
+        problem = store.append([measured(b=1.0)])
         os._exit(0 if problem is not None and os.strerror(errno.EFBIG) in problem else 1)
 
     assert in_child(work) == 0
@@ -258,33 +260,33 @@ def test_a_write_cut_short_by_the_system_is_undone(cache: Path) -> None:
 
 
 def test_a_full_disk_when_the_data_is_flushed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measurements.append([measured(a=1.0)])
+    store.append([measured(a=1.0)])
     whole = cache.read_bytes()
 
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)  # where a network file system reports it
-    assert os.strerror(errno.ENOSPC) in (measurements.append([measured()]) or "")
+    assert os.strerror(errno.ENOSPC) in (store.append([measured()]) or "")
     assert cache.read_bytes() == whole
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     with settings.override(cache_dir=os.devnull):
-        assert "cannot be written" in (measurements.append([measured()]) or "")
+        assert "cannot be written" in (store.append([measured()]) or "")
 
 
 def test_a_lock_that_is_never_released_delays_and_does_not_stop(
     cache: Path, card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measurements.append([measured(a=1.0)])
-    monkeypatch.setattr(measurements, "LOCK_SECONDS", 0.05)
+    store.append([measured(a=1.0)])
+    monkeypatch.setattr(store, "LOCK_SECONDS", 0.05)
     with cache.open() as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         with monkeypatch.context() as patch:
-            patch.delattr(measurements, "_locked")
+            patch.delattr(store, "_locked")
             assert len(measurements.table(GPU)) == 1  # readers take no lock
-        assert measurements.append([measured(b=1.0)]) is None
+        assert store.append([measured(b=1.0)]) is None
     assert len(measurements.read(cache, OWNER)) == 2
 
 
@@ -343,7 +345,7 @@ def test_the_file_is_read_once_and_lazily(cache: Path, card: None, monkeypatch: 
     monkeypatch.setattr(measurements, "read", counted)
     assert measurements.stamp(CPU) == measurements.stamp((9, 0)) == 0 and not reads
     first = measurements.stamp(GPU)
-    measurements.append([measured()])
+    store.append([measured()])
     assert measurements.stamp(GPU) == first and len(measurements.table(GPU)) == 0 and reads == [cache]
     measurements.reload()
     assert measurements.stamp(GPU) != first and len(measurements.table(GPU)) == 1 and len(reads) == 2
@@ -363,7 +365,7 @@ def test_adopted_measurements_count_at_once(cache: Path, card: None) -> None:
 
 def test_forget_empties_the_file(cache: Path, card: None) -> None:
     assert measurements.forget() == 0
-    measurements.append([measured(), measured(a=1.0)])
+    store.append([measured(), measured(a=1.0)])
     assert len(measurements.table(GPU)) == 1
     assert measurements.forget() == 2
     assert cache.read_bytes() == b"" and len(measurements.table(GPU)) == 0
@@ -429,7 +431,7 @@ def test_a_plan_reads_no_file_in_a_warm_call(build: None, monkeypatch: pytest.Mo
         raise AssertionError("the file was read again")
 
     monkeypatch.setattr(measurements, "read", never)
-    monkeypatch.setattr(measurements, "_locked", never)
+    monkeypatch.setattr(store, "_locked", never)
     selection.plan_call(*arguments)
 
 

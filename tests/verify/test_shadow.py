@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,10 +204,16 @@ def test_an_exception_inside_a_layer_leaves_the_watch_in_order() -> None:
 @pytest.fixture
 def fast_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A board on which fp16 accumulators take half the time and promoted ones two thirds."""
-    speed = {"fp32": 3.0, "fp16": 1.5, "fp16_promoted": 2.0}
-    monkeypatch.setattr(
-        plan_module, "_milliseconds", lambda run, device, repeats: speed[run()[1].accumulator]
-    )
+    fixed_times(monkeypatch, {"fp32": 3.0, "fp16": 1.5, "fp16_promoted": 2.0})
+
+
+def fixed_times(monkeypatch: pytest.MonkeyPatch, ms: dict[str, float]) -> None:
+    """A trial takes so many milliseconds, by accumulator."""
+
+    def clock(device: torch.device, repeats: int) -> Any:
+        return lambda run: SimpleNamespace(ms=ms[run(0)[1].accumulator])
+
+    monkeypatch.setattr(plan_module, "Clock", clock)
 
 
 def calibrated(budget: float, seed: int = 0, **options: Any) -> tuple[Net, dict[str, Any]]:
@@ -241,7 +248,7 @@ def test_budget_of_nothing_means_fp32(fast_fp16: None) -> None:
 
 
 def test_no_gain_means_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "_milliseconds", lambda run, device, repeats: 1.0)
+    fixed_times(monkeypatch, dict.fromkeys(("fp32", "fp16", "fp16_promoted"), 1.0))
     _, plan = calibrated(1.0)
     assert {entry["accumulator"] for entry in plan["layers"].values()} == {"fp32"}
 

@@ -90,6 +90,18 @@ constexpr bool in_wgmma_span(int64_t rows, int64_t row_bytes) {
 static_assert(in_wgmma_span(8388608, 8192) && !in_wgmma_span(8388609, 8192) && in_wgmma_span(8388609, 8176));
 static_assert(in_wgmma_span(1, INT64_MAX) && in_wgmma_span(INT32_MAX, 32) && !in_wgmma_span(INT32_MAX, 48));
 
+enum class Activation : int { none = 0, relu = 1, leaky_relu = 2, silu = 3, gelu = 4 };  // gelu: with erf
+
+// What an fprop kernel does to a sum besides adding the bias, in the type of its sums (fp32, of fp64 kernels fp64) and
+// before the one rounding: y = activation(scale * sum + bias + residual).
+struct Epilogue {
+  const void* scale;     // (groups * c_out) in the type of the sums, 16-byte aligned; null: 1
+  const void* residual;  // (n_out, ldr) of out_dtype, must not overlap `out`; null: none
+  int64_t ldr;
+  Activation activation;
+  float slope;  // of leaky_relu
+};
+
 // Arguments of one launch. Channels are per group; strides are in elements.
 struct ConvArgs {
   PlanView plan;
@@ -99,8 +111,10 @@ struct ConvArgs {
   const void* b;         // fprop: packed weight image (pack_weight). wgrad: dy (n_out, ldb), aligned as `a`
   int64_t ldb, b_group;  // wgrad only
   RawWeights raw;        // fprop
-  const float* bias;     // fprop: (groups * c_out) fp32 or null
-  void* out;             // fprop: y (n_out, ldo). wgrad: dW (K, groups, c_in, c_out) contiguous
+  const void* bias;      // fprop: (groups * c_out) in the type of the sums, 16-byte aligned, or null
+  Epilogue epilogue;     // fprop
+  void* out;             // fprop: y (n_out, ldo), columns of a wider tensor too. wgrad: dW (K, groups, c_in, c_out)
+                         // contiguous
   int64_t ldo;           // fprop: row stride of y; group g writes channels g * c_out ...
   DType out_dtype;       // the input type or f32 (f64 for f64 input)
   int c_in, c_out, groups;
@@ -119,6 +133,25 @@ struct KernelEntry {
 const std::vector<KernelEntry>& kernel_table();
 const KernelEntry* find_kernel(const char* name);
 
+// Numbers of every output channel, (groups * c_out,) contiguous of `dtype`.
+struct PerChannel {
+  const void* values;  // null: the default
+  DType dtype;
+};
+// What becomes ConvArgs::bias and Epilogue::scale: sum -> (sum + bias - mean) / sqrt(var + eps) * scale + shift, which is
+// a batch norm behind a convolution with bias, as one factor and one summand, made in fp64 and rounded once.
+struct Channels {
+  PerChannel bias, mean, shift;  // default 0
+  PerChannel scale;              // default 1
+  PerChannel var;                // default: nothing is divided by
+  double eps;
+  DType sums;              // f32, of fp64 kernels f64
+  void *summand, *factor;  // (groups * c_out) of `sums`; null: not written
+};
+
+// Rows of a launch without inputs: y of ConvArgs where every sum is 0. `sums` as in Channels.
+cudaError_t store_zero_sums(const ConvArgs&, DType sums, cudaStream_t);
+
 // Weight image for fprop kernels with channel block n (= config.n) and channel chunk k (= config.k):
 // image[g][nb][offset][chunk][n rows][k columns], K-major (row = output channel), in `input` type, zero padded,
 // the 16-byte pieces of a row of R bytes xor-swizzled: R = 128: piece ^ (row & 7), R = 64: piece ^ ((row >> 1) & 3),
@@ -133,13 +166,11 @@ struct PackArgs {
   void* image;
   uint8_t* flags;  // [pack_flag_bytes], what RawWeights::flags takes
   int kernel_volume, groups;
-  int c_in, c_out;   // of the convolution that will run (after transposition)
-  bool transpose;    // weight is stored (K, groups, c_out, c_in): dgrad
-  bool mirror;       // image offset k takes weight offset K-1-k: dgrad of a symmetric map
-  int n, k;          // config.n, config.k
-  const void* bias;  // (groups * c_out,) contiguous of `bias_dtype`, or null: no bias32 is written
-  DType bias_dtype;
-  float* bias32;  // what ConvArgs::bias takes
+  int c_in, c_out;  // of the convolution that will run (after transposition)
+  bool transpose;   // weight is stored (K, groups, c_out, c_in): dgrad
+  bool mirror;      // image offset k takes weight offset K-1-k: dgrad of a symmetric map
+  int n, k;         // config.n, config.k
+  Channels channels;
 };
 size_t packed_weight_bytes(const PackArgs&);
 int pack_flag_bytes(const PackArgs&);
@@ -176,6 +207,16 @@ struct CoordStats {
   int min[4], max[4];
 };
 
+// Where the number of rows is known to the device only (`count`, null elsewhere), the number on the host is a capacity:
+// what is allocated and launched for. Less than 0 rows and more than the capacity count as none and as the capacity.
+
+// What order_coords found out about a number of rows that the device knows.
+struct SizedStats {
+  int64_t count;              // as given
+  int64_t bad_row;            // smallest row outside OrderArgs::low .. high, -1: none
+  int64_t duplicate, unused;  // as in CoordStats, of rows within the bounds
+};
+
 // Order of the rows along a Morton curve, rows of one place in the caller's order.
 struct OrderArgs {
   const int* coords;  // (n, 4) b,x,y,z contiguous, 16-byte aligned
@@ -184,13 +225,22 @@ struct OrderArgs {
   CoordStats* stats;  // null: rows are known to be valid
   int* order;         // [n] row of each rank
   void* workspace;    // order_workspace(n) bytes, 256-byte aligned
+  // With a `count`, `stats` is null and the box is around these bounds, against which rows are checked; bad ones come
+  // last. The order is that of the box around the others, whose bounds, smallest and largest, are written to `bounds`.
+  // Without `sized`, rows are known to be valid, and `bounds` are given.
+  const int64_t* count;
+  int low[4], high[4];
+  SizedStats* sized;
+  int* bounds;  // [8]
 };
 size_t order_workspace(int64_t n);
 cudaError_t order_coords(const OrderArgs&, cudaStream_t);
 
 // Hash table of the bricks of an ordered set. `bricks` -1: not known.
 int64_t brick_capacity(int64_t n, int64_t bricks);
-cudaError_t build_bricks(const int* coords, const int* order, int64_t n, Brick* table, int64_t capacity, cudaStream_t);
+// Rows that are not packable are left out.
+cudaError_t build_bricks(const int* coords, const int* order, int64_t n, const int64_t* count, Brick* table,
+                         int64_t capacity, cudaStream_t);
 
 // A set as two bitmaps over the cells of a box, for boxes of up to 2^27 cells: sorted rows and their index without a
 // sort. The box is a cell_box(); the bitmaps and what is counted lie in a workspace of cell_workspace(box) bytes, 256-byte
@@ -204,10 +254,13 @@ CoordBox cell_box(CoordBox box);             // not less than a brick
 size_t cell_workspace(const CoordBox& box);  // 0: too many cells
 CellStats* cell_stats(const CoordBox& box, void* workspace);
 cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t);
-cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t);
+// Where the device knows the `bounds`, smallest and largest coordinates, `box` is one that theirs is not larger than.
+cudaError_t count_cells(const CoordBox& box, const int* bounds, void* workspace, cudaStream_t);
 // (count, 4) coordinates sorted by (batch, x, y, z), row of each rank in Morton order, and the hash table of bricks.
-cudaError_t index_cells(const CoordBox& box, void* workspace, int64_t count, int* coords, int* order, Brick* table,
-                        int64_t capacity, cudaStream_t);
+// `made` not null: the host does not know how many cells there are, and `count` is the room for them. found->count tells how
+// many there were, *made how many are there: all, or none where there is not room for all.
+cudaError_t index_cells(const CoordBox& box, const int* bounds, void* workspace, int64_t count, int* coords, int* order,
+                        Brick* table, int64_t capacity, CellStats* found, int64_t* made, cudaStream_t);
 
 // Checks rows and marks them in a bitmap in Morton order. Where survey_holds(stats, n), all are packable and distinct,
 // and index_survey makes their order and the hash table of stats.cells.bricks bricks. Else coords.bad_row is a row, or rows
@@ -234,10 +287,18 @@ struct ExpandArgs {
   int64_t n;  // (n, 4) rows of this piece
   int size[3], stride[3], dilation[3], padding[3];
   bool to_children;
+  int shape[3];  // sites outside of [0, shape) are none; 0: no border
   CoordBox box;  // around all packable sites
+  // Number of all rows, of which this piece's first one is row `begin`; bounds of the rows, smallest and largest, and
+  // those of the sites, to be written, where the device knows them better than `box`.
+  const int64_t* count;
+  int64_t begin;
+  const int* row_bounds;
+  int* bounds;
   void* table;
   int64_t capacity;  // hash table of keys, all bytes 0xff before the first piece
-  void* keys;        // room for expand_bound(args) more than `count`
+  void* keys;        // room for expand_bound(args) more than stats->count, or with a `count`, for `room` in all
+  int64_t room;      // where there are more keys, stats->count is some number above
   ExpandStats* stats;
 };
 size_t key_bytes(const CoordBox& box);         // of one key: 4 or 8
@@ -249,10 +310,12 @@ cudaError_t expand_cells(const ExpandArgs&, void* workspace, cudaStream_t);
 // Puts `count` distinct keys into an empty, larger table.
 cudaError_t rehash_keys(const CoordBox& box, const void* keys, int64_t count, void* table, int64_t capacity,
                         cudaStream_t);
-// Second step: (count, 4) coordinates sorted by (batch, x, y, z).
+// Second step: (count, 4) coordinates sorted by (batch, x, y, z). Where the device alone knows how many keys there are,
+// count_keys tells as index_cells does, `count` is the room for them, and keys behind them are all bytes 0xff.
+cudaError_t count_keys(const ExpandStats* stats, int64_t room, CellStats* found, int64_t* made, cudaStream_t);
 size_t unpack_workspace(const CoordBox& box, int64_t count);
-cudaError_t unpack_keys(const CoordBox& box, const void* keys, int64_t count, int* coords, void* workspace,
-                        cudaStream_t);
+cudaError_t unpack_keys(const CoordBox& box, const void* keys, int64_t count, const int64_t* made, int* coords,
+                        void* workspace, cudaStream_t);
 
 // Builds a tile plan: the neighbour of output row i under offset k is the input row at
 //   q = out_coord * mul + start + index_of_k * step, required divisible by div in every axis, q / div (batch unchanged),
@@ -262,10 +325,13 @@ struct PlanStats {  // device memory; on overflow of a capacity the counts still
   int64_t passes;   // passes used
   int64_t pairs;    // (offset, output row) pairs with a neighbour
 };
+// With an out_count, tiles without rows and those that find no room are empty, and all of them share
+// empty_passes(kernel_volume) passes without unique rows, for which `passes` and `frag` have room behind pass_capacity.
 struct PlanArgs {
   const int* out_coords;
   const int* out_order;
   int64_t n_out;  // row of each rank of the outputs
+  const int64_t* out_count;
   const Brick* bricks;
   int64_t capacity;
   const int* in_order;
@@ -279,9 +345,11 @@ struct PlanArgs {
   int* uniq;
   uint16_t* local;
   int64_t pass_capacity, uniq4_capacity;
+  bool compact;  // with an out_count: the schedule is [2][tiles that have rows], the others are on none
   PlanStats* stats;
   int sm_count;  // of the device: the windows of the schedule fit it
 };
+constexpr int empty_passes(int kernel_volume) { return (kernel_volume + kPassOffsets - 1) / kPassOffsets; }
 // Capacities that always suffice; a plan rarely comes near them.
 void plan_bounds(const PlanArgs&, int64_t* passes, int64_t* uniq4);
 cudaError_t build_plan(const PlanArgs&, cudaStream_t);

@@ -57,68 +57,172 @@ void launch(const KernelEntry& entry, ConvArgs& args, const Launch& on) {
               args.groups, " x ", args.c_out, " channels, ", args.plan.kernel_volume, " offsets)");
 }
 
-Tensor conv_cuda(const Tensor& x, const Tensor& weight, const OptTensor& bias, TensorList map, TensorList /*map_t*/,
-                 int64_t n_out, bool symmetric, bool transpose, string_view accumulator, string_view tile,
-                 string_view /*dgrad_tile*/, string_view /*wgrad_tile*/, OptDtype out_dtype) {
-  const Shape s = check_conv(x, weight, bias, map, n_out, transpose, accumulator, out_dtype);
+// Numbers of every output channel of one call, and what they make (kernels.h, Channels).
+struct PerChannels {
+  const OptTensor &bias, &scale, &shift, &mean, &var;
+  double eps;
+};
+
+// The weight image, its flags and the numbers of every channel, in one buffer.
+struct Packed {
+  PackArgs pack{};
+  Tensor weight, bias, scale, shift, mean, var, buffer;
+  size_t image, flags, numbers;  // bytes of each; `numbers` of one of the two arrays
+  bool summand, factor;          // which there are
+
+  Packed(const Shape& s, const Tensor& given, const PerChannels& c, const TileConfig& config, bool transpose,
+         bool mirror)
+      : weight(given.contiguous()) {
+    pack.weight = weight.data_ptr();
+    pack.weight_dtype = to_dtype(weight.scalar_type());
+    pack.input = config.input;
+    pack.kernel_volume = static_cast<int>(s.volume);
+    pack.groups = static_cast<int>(s.groups);
+    pack.c_in = static_cast<int>(s.c_in);
+    pack.c_out = static_cast<int>(s.c_out);
+    pack.transpose = transpose;
+    pack.mirror = mirror;
+    pack.n = config.n;
+    pack.k = config.k;
+    const auto number = [](const OptTensor& t, Tensor& owner) -> PerChannel {
+      if (!t.has_value()) return {};
+      owner = t->contiguous();
+      return {owner.data_ptr(), to_dtype(owner.scalar_type())};
+    };
+    pack.channels.bias = number(c.bias, bias);
+    pack.channels.scale = number(c.scale, scale);
+    pack.channels.shift = number(c.shift, shift);
+    pack.channels.mean = number(c.mean, mean);
+    pack.channels.var = number(c.var, var);
+    pack.channels.eps = c.eps;
+    pack.channels.sums = config.accum == Accum::f64 ? DType::f64 : DType::f32;
+    factor = c.scale.has_value() || c.var.has_value();
+    summand = factor || c.bias.has_value() || c.shift.has_value() || c.mean.has_value();
+    image = (packed_weight_bytes(pack) + 15) / 16 * 16;
+    flags = pack_flag_bytes(pack);
+    const size_t wide = pack.channels.sums == DType::f64 ? sizeof(double) : sizeof(float);
+    numbers = (s.groups * s.c_out * wide + 15) / 16 * 16;
+  }
+  size_t bytes() const { return image + flags + (summand + factor) * numbers; }
+  // The buffer that is packed into, or has been.
+  void place(const Tensor& t) {
+    buffer = t;
+    auto* at = data<uint8_t>(t);
+    pack.image = at;
+    pack.flags = at + image;
+    pack.channels.summand = summand ? at + image + flags : nullptr;
+    pack.channels.factor = factor ? at + image + flags + numbers : nullptr;
+  }
+  void run(const Launch& on) { check_cuda(pack_weight(pack, on.stream), "pack_weight", on.device); }
+};
+
+// What follows the sums in the same launch.
+struct Following {
+  const OptTensor& residual;
+  string_view activation;
+  double slope;
+  const OptTensor& packed;
+};
+
+// y, or `out` written. Everything has been checked but the weight's size and the tile.
+Tensor run_conv(const Shape& s, const Tensor& x, const Tensor& weight, const PerChannels& channels, TensorList map,
+                int64_t n_out, bool symmetric, bool transpose, string_view accumulator, string_view tile,
+                const Following& then, const Tensor& out) {
   check_products(s);
   const Launch on(x.device());
   const KernelEntry& entry = find_tile(tile, Op::fprop, to_dtype(x.scalar_type()), accumulator, on.info);
-  const bool fp64 = x.scalar_type() == at::kDouble;
+  const Tensor y = out.defined() ? out : on.empty({n_out, s.groups * s.c_out}, s.out);
+  Packed packed(s, weight, channels, entry.config, transpose, transpose && symmetric);
+  if (then.packed.has_value()) {
+    const Tensor& t = *then.packed;
+    TORCH_CHECK(t.device() == x.device() && t.scalar_type() == at::kByte && t.is_contiguous() &&
+                    t.numel() == static_cast<int64_t>(packed.bytes()) &&
+                    reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0,
+                "packed must be what pack_weight makes of the same arguments, ", packed.bytes(), " bytes on ",
+                x.device(), ", got ", t.numel(), " of ", c10::toString(t.scalar_type()), " on ", t.device());
+  }
+  if (n_out == 0) return y;
+  packed.place(then.packed.has_value() ? *then.packed : on.scratch(packed.bytes()));
+  if (!then.packed.has_value()) packed.run(on);
 
-  const Tensor y = on.empty({n_out, s.groups * s.c_out}, s.out);
-  if (n_out == 0 || x.size(0) == 0) {
-    y.zero_();
-    if (bias.has_value()) y.add_(*bias);
+  ConvArgs args{};
+  args.b = packed.pack.image;
+  args.raw = {packed.pack.weight, packed.pack.weight_dtype, packed.pack.transpose,
+              packed.pack.mirror, packed.pack.flags,        static_cast<int>(packed.flags)};
+  args.bias = packed.pack.channels.summand;
+  args.epilogue.scale = packed.pack.channels.factor;
+  const Tensor residual = then.residual.has_value() ? dense_rows(*then.residual) : Tensor();
+  if (residual.defined()) {
+    args.epilogue.residual = residual.data_ptr();
+    args.epilogue.ldr = residual.stride(0);
+  }
+  args.epilogue.activation = static_cast<Activation>(activation_index(then.activation));
+  args.epilogue.slope = static_cast<float>(then.slope);
+  args.out = y.data_ptr();
+  args.ldo = y.stride(0);
+  args.out_dtype = to_dtype(s.out);
+  args.c_in = packed.pack.c_in;
+  args.c_out = packed.pack.c_out;
+  args.groups = packed.pack.groups;
+  if (x.size(0) == 0) {
+    args.plan.n_out = n_out;
+    check_cuda(store_zero_sums(args, packed.pack.channels.sums, on.stream), "store_zero_sums", on.device);
     return y;
   }
-
-  const Tensor dense = weight.contiguous();
-  PackArgs pack{};
-  pack.weight = dense.data_ptr();
-  pack.weight_dtype = to_dtype(dense.scalar_type());
-  pack.input = entry.config.input;
-  pack.kernel_volume = static_cast<int>(s.volume);
-  pack.groups = static_cast<int>(s.groups);
-  pack.c_in = static_cast<int>(s.c_in);
-  pack.c_out = static_cast<int>(s.c_out);
-  pack.transpose = transpose;
-  pack.mirror = transpose && symmetric;
-  pack.n = entry.config.n;
-  pack.k = entry.config.k;
-  // One buffer: the weight image, its flags, and the bias as the fp32 numbers the epilogue adds.
-  const size_t image_bytes = (packed_weight_bytes(pack) + 15) / 16 * 16;
-  const int flag_bytes = pack_flag_bytes(pack);
-  const bool fused_bias = bias.has_value() && !fp64;
-  const Tensor dense_bias = fused_bias ? bias->contiguous() : Tensor();
-  const Tensor image = on.scratch(image_bytes + flag_bytes + (fused_bias ? s.groups * s.c_out * sizeof(float) : 0));
-  pack.image = image.data_ptr();
-  pack.flags = data<uint8_t>(image) + image_bytes;
-  if (fused_bias) {
-    pack.bias = dense_bias.data_ptr();
-    pack.bias_dtype = to_dtype(dense_bias.scalar_type());
-    pack.bias32 = reinterpret_cast<float*>(pack.flags + flag_bytes);
-  }
-  check_cuda(pack_weight(pack, on.stream), "pack_weight", on.device);
-
   const Rows rows("x", x, s.groups, entry.config);
-  ConvArgs args{};
   args.plan = plan_view(map, s.volume, n_out, x.size(0));
   args.a = rows.owner.data_ptr();
   args.lda = rows.stride;
   args.a_group = rows.group;
-  args.b = image.data_ptr();
-  args.raw = {pack.weight, pack.weight_dtype, pack.transpose, pack.mirror, pack.flags, flag_bytes};
-  args.bias = pack.bias32;
-  args.out = y.data_ptr();
-  args.ldo = y.size(1);
-  args.out_dtype = to_dtype(s.out);
-  args.c_in = pack.c_in;
-  args.c_out = pack.c_out;
-  args.groups = pack.groups;
   launch(entry, args, on);
-  if (bias.has_value() && fp64) y.add_(*bias);  // the fused bias is fp32
   return y;
+}
+
+Tensor conv_cuda(const Tensor& x, const Tensor& weight, const OptTensor& bias, TensorList map, TensorList /*map_t*/,
+                 int64_t n_out, bool symmetric, bool transpose, string_view accumulator, string_view tile,
+                 string_view /*dgrad_tile*/, string_view /*wgrad_tile*/, OptDtype out_dtype) {
+  const OptTensor none;
+  const Shape s = check_conv(x, weight, bias, map, n_out, transpose, accumulator, out_dtype);
+  return run_conv(s, x, weight, {bias, none, none, none, none, 0}, map, n_out, symmetric, transpose, accumulator, tile,
+                  {none, "none", 0, none}, Tensor());
+}
+
+Tensor fused_cuda(const Tensor& x, const Tensor& weight, const OptTensor& bias, TensorList map, int64_t n_out,
+                  bool symmetric, bool transpose, string_view accumulator, string_view tile, OptDtype out_dtype,
+                  const OptTensor& scale, const OptTensor& shift, const OptTensor& mean, const OptTensor& var,
+                  double eps, const OptTensor& residual, string_view activation, double slope,
+                  const OptTensor& packed) {
+  const Shape s = check_conv(x, weight, bias, map, n_out, transpose, accumulator, out_dtype);
+  check_channels(s, scale, shift, mean, var, x);
+  check_fused(s, n_out, residual, activation, std::nullopt, x);
+  return run_conv(s, x, weight, {bias, scale, shift, mean, var, eps}, map, n_out, symmetric, transpose, accumulator,
+                  tile, {residual, activation, slope, packed}, Tensor());
+}
+
+void fused_into_cuda(const Tensor& x, const Tensor& weight, const OptTensor& bias, TensorList map, int64_t n_out,
+                     bool symmetric, bool transpose, string_view accumulator, string_view tile, OptDtype out_dtype,
+                     const OptTensor& scale, const OptTensor& shift, const OptTensor& mean, const OptTensor& var,
+                     double eps, const OptTensor& residual, string_view activation, double slope,
+                     const OptTensor& packed, Tensor& out) {
+  const Shape s = check_conv(x, weight, bias, map, n_out, transpose, accumulator, out_dtype);
+  check_channels(s, scale, shift, mean, var, x);
+  check_fused(s, n_out, residual, activation, out, x);
+  run_conv(s, x, weight, {bias, scale, shift, mean, var, eps}, map, n_out, symmetric, transpose, accumulator, tile,
+           {residual, activation, slope, packed}, out);
+}
+
+Tensor pack_cuda(const Tensor& weight, const OptTensor& bias, bool symmetric, bool transpose, string_view accumulator,
+                 string_view tile, ScalarType dtype, const OptTensor& scale, const OptTensor& shift,
+                 const OptTensor& mean, const OptTensor& var, double eps) {
+  const Shape s = check_weight(weight, bias, transpose);
+  check_channels(s, scale, shift, mean, var, weight);
+  check_products(s);
+  const Launch on(weight.device());
+  const KernelEntry& entry = find_tile(tile, Op::fprop, to_dtype(dtype), accumulator, on.info);
+  Packed packed(s, weight, {bias, scale, shift, mean, var, eps}, entry.config, transpose, transpose && symmetric);
+  packed.place(on.scratch(packed.bytes()));
+  packed.run(on);
+  return packed.buffer;
 }
 
 Tensor wgrad_cuda(const Tensor& x, const Tensor& dy, TensorList map, TensorList /*map_t*/, int64_t kernel_volume,
@@ -156,6 +260,9 @@ Tensor wgrad_cuda(const Tensor& x, const Tensor& dy, TensorList map, TensorList 
 
 TORCH_LIBRARY_IMPL(voxmma, CUDA, m) {
   m.impl("conv", TORCH_FN(conv_cuda));
+  m.impl("conv_fused", TORCH_FN(fused_cuda));
+  m.impl("conv_fused_into", TORCH_FN(fused_into_cuda));
+  m.impl("pack_weight", TORCH_FN(pack_cuda));
   m.impl("conv_wgrad", TORCH_FN(wgrad_cuda));
 }
 

@@ -1,5 +1,6 @@
 // Coordinate sets and kernel maps: index, output coordinates, plan.
 #include <algorithm>
+#include <climits>
 #include <string>
 #include <tuple>
 
@@ -50,22 +51,22 @@ CoordBox box_within(const Ints& bounds) {
   return box_around(ends, ends + 4);
 }
 
-Tensor brick_table(const Launch& on, const Tensor& coords, const Tensor& order, int64_t known) {
+Tensor brick_table(const Launch& on, const Tensor& coords, const Tensor& order, int64_t known,
+                   const int64_t* count = nullptr) {
   const int64_t n = coords.size(0), capacity = brick_capacity(n, known);
   const Tensor table = on.empty({capacity, sizeof(Brick) / sizeof(int)}, at::kInt);
-  check_cuda(build_bricks(data<int>(coords), data<int>(order), n, data<Brick>(table), capacity, on.stream),
+  check_cuda(build_bricks(data<int>(coords), data<int>(order), n, count, data<Brick>(table), capacity, on.stream),
              "build_bricks", on.device);
   return table;
 }
 
-Tensor morton_order(const Launch& on, const Tensor& coords, const CoordBox& box, const Tensor& stats) {
+// `args` says how the rows are checked.
+Tensor morton_order(const Launch& on, const Tensor& coords, const CoordBox& box, OrderArgs args = {}) {
   const int64_t n = coords.size(0);
   const Tensor order = on.empty({n}, at::kInt), scratch = on.scratch(order_workspace(n));
-  OrderArgs args{};
   args.coords = data<int>(coords);
   args.n = n;
   args.box = box;
-  args.stats = stats.defined() ? data<CoordStats>(stats) : nullptr;
   args.order = data<int>(order);
   args.workspace = scratch.data_ptr();
   check_cuda(order_coords(args, on.stream), "order_coords", on.device);
@@ -80,7 +81,7 @@ IndexResult index_coords_cuda(const Tensor& coords, const Ints& bounds) {
   const Launch on(coords.device());
   if (!bounds.empty()) {
     const CoordBox box = box_within(bounds);
-    const Tensor order = morton_order(on, coords, box, {});
+    const Tensor order = morton_order(on, coords, box);
     return {order, brick_table(on, coords, order, -1), {}};
   }
   const int64_t n = coords.size(0);
@@ -102,7 +103,9 @@ IndexResult index_coords_cuda(const Tensor& coords, const Ints& bounds) {
                "index_survey", on.device);
   } else if (found.bad_row < 0) {
     const Tensor again = empty_struct<CoordStats>(on);
-    order = morton_order(on, coords, box_around(found.min, found.max), again);
+    OrderArgs args{};
+    args.stats = data<CoordStats>(again);
+    order = morton_order(on, coords, box_around(found.min, found.max), args);
     found = read_back(on, data<CoordStats>(again));
     if (found.duplicate == -1) table = brick_table(on, coords, order, found.bricks);
   }
@@ -114,39 +117,108 @@ IndexResult index_coords_cuda(const Tensor& coords, const Ints& bounds) {
   return {order, table, list};
 }
 
-// Output coordinates of a layer (voxmma/sparse/derive.py) and their index: coordinates sorted by (batch, x, y, z), order, bricks,
-// how many there are, and whether one lies outside the packable range. In the last case, and above `limit`, there is
-// nothing but the count. Works on `piece` candidates at a time; reads back once, or once a piece where the bounds hold
-// too many cells for a bitmap.
-DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const Ints& stride, const Ints& dilation,
-                                const Ints& padding, bool to_children, const Ints& bounds, int64_t piece,
-                                int64_t limit) {
+// The (4,) numbers of `status` and the number of rows of a function whose sizes stay on the device.
+int64_t* sized_status(const Tensor& status, const Tensor& like) {
+  check_ints("status", status, at::kLong, 0, like);
+  TORCH_CHECK_VALUE(status.size(0) == 4, "status must hold 4 integers, got ", status.size(0));
+  return data<int64_t>(status);
+}
+
+const int64_t* sized_count(const char* name, const Tensor& count, const Tensor& like) {
+  check_ints(name, count, at::kLong, 0, like);
+  TORCH_CHECK_VALUE(count.size(0) == 1, name, " must hold 1 integer, got ", count.size(0));
+  return data<int64_t>(count);
+}
+
+// The bounds of a set that the device knows, smallest and largest.
+const int* inner_bounds(const Tensor& inner, const Tensor& like) {
+  check_ints("inner", inner, at::kInt, 0, like);
+  TORCH_CHECK_VALUE(inner.size(0) == 8, "inner must hold 8 integers, got ", inner.size(0));
+  return data<int>(inner);
+}
+
+std::tuple<Tensor, Tensor, Tensor> index_sized_cuda(const Tensor& coords, const Tensor& count, const Ints& bounds,
+                                                    const Tensor& status) {
   check_ints("coords", coords, at::kInt, 4, coords);
+  OrderArgs args{};
+  args.count = sized_count("count", count, coords);
+  static_assert(sizeof(SizedStats) == 4 * sizeof(int64_t) && sizeof(CellStats) <= sizeof(SizedStats) &&
+                sizeof(PlanStats) <= sizeof(SizedStats));
+  args.sized = reinterpret_cast<SizedStats*>(sized_status(status, coords));
+  const CoordBox box = cell_box(box_within(bounds));
+  for (int a = 0; a < 4; ++a) {
+    args.low[a] = static_cast<int>(bounds[a]);
+    args.high[a] = static_cast<int>(bounds[4 + a]);
+  }
   const NormalTensors normal;
   const Launch on(coords.device());
+  const Tensor inner = on.empty({8}, at::kInt);
+  args.bounds = data<int>(inner);
+  const Tensor order = morton_order(on, coords, box, args);
+  return {order, brick_table(on, coords, order, -1, args.count), inner};
+}
+
+ExpandArgs expand_args(const Ints& size, const Ints& stride, const Ints& dilation, const Ints& padding,
+                       bool to_children, const Ints& shape, const Ints& bounds) {
   ExpandArgs args{};
   copy_triple("size", size, args.size);
   copy_triple("stride", stride, args.stride);
   copy_triple("dilation", dilation, args.dilation);
   copy_triple("padding", padding, args.padding);
   args.to_children = to_children;
+  if (shape.size() > 0) {
+    copy_triple("shape", shape, args.shape);
+    TORCH_CHECK(shape[0] > 0 && shape[1] > 0 && shape[2] > 0, "shape must be positive, got ", shape);
+  }
   args.box = box_within(bounds);
+  return args;
+}
+
+// Calls launch(args) for `rows` rows at a time; once where there are none.
+template <class Launcher>
+void for_pieces(ExpandArgs args, const Tensor& coords, int64_t rows, const Launcher& launch) {
   const int64_t n = coords.size(0);
+  do {
+    args.coords = data<int>(coords) + 4 * args.begin;
+    args.n = std::min(rows, n - args.begin);
+    launch(args);
+    args.begin += rows;
+  } while (args.begin < n);
+}
+
+// Marks the sites that the rows lead to in cleared bitmaps and counts them, `rows` rows at a time.
+void mark_cells(const Launch& on, const ExpandArgs& args, const Tensor& coords, int64_t rows, void* cells) {
+  check_cuda(clear_cells(args.box, cells, on.stream), "clear_cells", on.device);
+  for_pieces(args, coords, rows, [&](const ExpandArgs& piece) {
+    check_cuda(expand_cells(piece, cells, on.stream), "expand_cells", on.device);
+  });
+  check_cuda(count_cells(args.box, args.bounds, cells, on.stream), "count_cells", on.device);
+}
+
+int64_t rows_at_a_time(ExpandArgs args, int64_t candidates) {
   args.n = 1;
-  const int64_t rows = std::max<int64_t>(1, piece / expand_bound(args));
+  return std::max<int64_t>(1, candidates / expand_bound(args));
+}
+
+// Output coordinates of a layer (voxmma/sparse/derive.py) and their index: coordinates sorted by (batch, x, y, z), order, bricks,
+// how many there are, and whether one lies outside the packable range. In the last case, and above `limit`, there is
+// nothing but the count. `shape`: only sites in [0, shape); empty: no border. Works on `piece` candidates at a time;
+// reads back once, or once a piece where the bounds hold too many cells for a bitmap.
+DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const Ints& stride, const Ints& dilation,
+                                const Ints& padding, bool to_children, const Ints& shape, const Ints& bounds,
+                                int64_t piece, int64_t limit) {
+  check_ints("coords", coords, at::kInt, 4, coords);
+  const NormalTensors normal;
+  const Launch on(coords.device());
+  ExpandArgs args = expand_args(size, stride, dilation, padding, to_children, shape, bounds);
+  const int64_t n = coords.size(0), rows = rows_at_a_time(args, piece);
 
   const CoordBox cells_box = cell_box(args.box);
   if (const auto bytes = cell_workspace(cells_box); n > 0 && bytes > 0) {
     args.box = cells_box;
     const Tensor scratch = on.scratch(bytes);
     void* const cells = scratch.data_ptr();
-    check_cuda(clear_cells(args.box, cells, on.stream), "clear_cells", on.device);
-    for (int64_t begin = 0; begin < n; begin += rows) {
-      args.coords = data<int>(coords) + 4 * begin;
-      args.n = std::min(rows, n - begin);
-      check_cuda(expand_cells(args, cells, on.stream), "expand_cells", on.device);
-    }
-    check_cuda(count_cells(args.box, cells, on.stream), "count_cells", on.device);
+    mark_cells(on, args, coords, rows, cells);
     const CellStats found = read_back(on, cell_stats(args.box, cells));
     if (found.outside != 0 || found.count > limit) {
       const Tensor nothing = on.empty({0, 4}, at::kInt);
@@ -157,8 +229,8 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
     const int64_t order_at = parts.add(found.count), table_at = parts.add(4 * capacity);
     const Tensor made = on.empty({found.count, 4}, at::kInt), index = on.empty({parts.total}, at::kInt);
     const Tensor order = part_of(index, order_at, {found.count}), table = part_of(index, table_at, {capacity, 4});
-    check_cuda(index_cells(args.box, cells, found.count, data<int>(made), data<int>(order), data<Brick>(table),
-                           capacity, on.stream),
+    check_cuda(index_cells(args.box, nullptr, cells, found.count, data<int>(made), data<int>(order), data<Brick>(table),
+                           capacity, nullptr, nullptr, on.stream),
                "index_cells", on.device);
     return {made, order, table, found.count, false};
   }
@@ -198,26 +270,76 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
   }
   const Tensor made = on.empty({found.count, 4}, at::kInt),
                scratch = on.scratch(unpack_workspace(args.box, found.count));
-  check_cuda(unpack_keys(args.box, keys.data_ptr(), found.count, data<int>(made), scratch.data_ptr(), on.stream),
-             "unpack_keys", on.device);
-  const Tensor order = morton_order(on, made, args.box, {});
+  check_cuda(
+      unpack_keys(args.box, keys.data_ptr(), found.count, nullptr, data<int>(made), scratch.data_ptr(), on.stream),
+      "unpack_keys", on.device);
+  const Tensor order = morton_order(on, made, args.box);
   return {made, order, brick_table(on, made, order, -1), found.count, false};
 }
 
-// Rows and pairs of a plan are counted on the device. Where bounds are known that take no more room than the usual guess,
-// the count is not read back: `stats` is left on the device, the last result is -1, and passes, frag and uniq end in
-// unused room. Else it is, and they are cut to what is used. A strided layer has waited for its coordinates already: its
-// bounds may take kStridedRoom times the guess (3x3x3 at stride 2: up to 3.5 times, 37 bytes a row of the larger side).
-PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, const Tensor& bricks,
-                           const Tensor& in_order, const Ints& size, const Ints& start, const Ints& step,
-                           const Ints& mul, const Ints& div) {
-  check_ints("out_coords", out_coords, at::kInt, 4, out_coords);
-  check_ints("out_order", out_order, at::kInt, 0, out_coords);
-  check_ints("bricks", bricks, at::kInt, 4, out_coords);
-  check_ints("in_order", in_order, at::kInt, 0, out_coords);
-  TORCH_CHECK(out_order.size(0) == out_coords.size(0) && bricks.size(0) > 0,
-              "out_order or bricks has the wrong length");
-  PlanArgs args{};
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> derive_sized_cuda(const Tensor& coords, const Tensor& count,
+                                                                     const OptTensor& inner, const Ints& size,
+                                                                     const Ints& stride, const Ints& dilation,
+                                                                     const Ints& padding, bool to_children,
+                                                                     const Ints& shape, const Ints& bounds,
+                                                                     int64_t capacity, const Tensor& status) {
+  check_ints("coords", coords, at::kInt, 4, coords);
+  ExpandArgs args = expand_args(size, stride, dilation, padding, to_children, shape, bounds);
+  args.count = sized_count("count", count, coords);
+  if (inner.has_value()) args.row_bounds = inner_bounds(*inner, coords);
+  args.box = cell_box(args.box);
+  auto* const found = reinterpret_cast<CellStats*>(sized_status(status, coords));
+  TORCH_CHECK_VALUE(capacity >= 0 && capacity <= INT_MAX, "capacity must be in 0..", INT_MAX, ", got ", capacity);
+  const NormalTensors normal;
+  const Launch on(coords.device());
+  const Tensor made = on.empty({1}, at::kLong), outer = inner.has_value() ? on.empty({8}, at::kInt) : Tensor();
+  if (inner.has_value()) args.bounds = data<int>(outer);
+  constexpr int64_t kPiece = 1 << 30;  // candidates of a launch
+  const int64_t rows = rows_at_a_time(args, kPiece);
+  const size_t bytes = cell_workspace(args.box);
+  if (bytes == 0) {  // too many cells for a bitmap
+    const auto width = static_cast<int64_t>(key_bytes(args.box));
+    args.room = capacity;
+    args.capacity = expand_capacity(capacity);
+    const Tensor stats = empty_struct<ExpandStats>(on), table = on.scratch(args.capacity * width);
+    const Tensor keys = on.scratch(capacity * width), derived = on.empty({capacity, 4}, at::kInt);
+    args.stats = data<ExpandStats>(stats);
+    args.table = table.data_ptr();
+    args.keys = keys.data_ptr();
+    check_cuda(cudaMemsetAsync(args.stats, 0, sizeof(ExpandStats), on.stream), "cudaMemsetAsync", on.device);
+    check_cuda(cudaMemsetAsync(args.table, 0xff, args.capacity * width, on.stream), "cudaMemsetAsync", on.device);
+    if (capacity > 0) {
+      check_cuda(cudaMemsetAsync(args.keys, 0xff, capacity * width, on.stream), "cudaMemsetAsync", on.device);
+    }
+    for_pieces(args, coords, rows, [&](const ExpandArgs& piece) {
+      check_cuda(expand_coords(piece, on.stream), "expand_coords", on.device);
+    });
+    check_cuda(count_keys(args.stats, capacity, found, data<int64_t>(made), on.stream), "count_keys", on.device);
+    const Tensor scratch = on.scratch(unpack_workspace(args.box, capacity));
+    check_cuda(unpack_keys(args.box, args.keys, capacity, data<int64_t>(made), data<int>(derived), scratch.data_ptr(),
+                           on.stream),
+               "unpack_keys", on.device);
+    OrderArgs known{};
+    known.count = data<int64_t>(made);
+    known.bounds = args.bounds;
+    const Tensor order = morton_order(on, derived, args.box, known);
+    return {derived, made, outer, order, brick_table(on, derived, order, -1, known.count)};
+  }
+  const Tensor scratch = on.scratch(bytes);
+  mark_cells(on, args, coords, rows, scratch.data_ptr());
+  const int64_t slots = brick_capacity(capacity, -1);
+  Parts parts;
+  const int64_t order_at = parts.add(capacity), table_at = parts.add(4 * slots);
+  const Tensor derived = on.empty({capacity, 4}, at::kInt), index = on.empty({parts.total}, at::kInt);
+  const Tensor order = part_of(index, order_at, {capacity}), table = part_of(index, table_at, {slots, 4});
+  check_cuda(index_cells(args.box, args.bounds, scratch.data_ptr(), capacity, data<int>(derived), data<int>(order),
+                         data<Brick>(table), slots, found, data<int64_t>(made), on.stream),
+             "index_cells", on.device);
+  return {derived, made, outer, order, table};
+}
+
+void copy_rule(const Ints& size, const Ints& start, const Ints& step, const Ints& mul, const Ints& div,
+               PlanArgs& args) {
   copy_triple("size", size, args.size);
   copy_triple("start", start, args.start);
   copy_triple("step", step, args.step);
@@ -227,32 +349,87 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
     TORCH_CHECK(size[i] >= 1 && size[i] <= kMaxKernel && step[i] != 0 && mul[i] >= 1 && div[i] >= 1, "size ", size,
                 ", step ", step, ", mul ", mul, " or div ", div, " is out of range");
   }
-  const NormalTensors normal;
-  const Launch on(out_coords.device());
-  const int64_t volume = size[0] * size[1] * size[2];
+}
+
+int64_t volume_of(const PlanArgs& args) { return int64_t{args.size[0]} * args.size[1] * args.size[2]; }
+
+int64_t tiles_of(const PlanArgs& args) { return (args.n_out + kTileM - 1) / kTileM; }
+
+// Checks the tensors that a plan is made from.
+void copy_sets(const Tensor& out_coords, const Tensor& out_order, const Tensor& bricks, const Tensor& in_order,
+               PlanArgs& args) {
+  check_ints("out_coords", out_coords, at::kInt, 4, out_coords);
+  check_ints("out_order", out_order, at::kInt, 0, out_coords);
+  check_ints("bricks", bricks, at::kInt, 4, out_coords);
+  check_ints("in_order", in_order, at::kInt, 0, out_coords);
+  TORCH_CHECK(out_order.size(0) == out_coords.size(0) && bricks.size(0) > 0,
+              "out_order or bricks has the wrong length");
   args.n_out = out_coords.size(0);
   args.n_in = in_order.size(0);
-  const int64_t tiles = (args.n_out + kTileM - 1) / kTileM;
-  Parts fixed;
-  const int64_t order_at = fixed.add(tiles * kTileM), schedule_at = fixed.add(2 * tiles * 4);
-  const Tensor tile_parts = on.empty({fixed.total}, at::kInt), order = part_of(tile_parts, order_at, {tiles * kTileM});
-  const Tensor schedule = part_of(tile_parts, schedule_at, {2, tiles, 4});
-  const Tensor local = on.empty({tiles, volume, kTileM}, at::kShort);
   args.out_coords = data<int>(out_coords);
   args.out_order = data<int>(out_order);
   args.bricks = data<Brick>(bricks);
   args.capacity = bricks.size(0);
   args.in_order = data<int>(in_order);
-  args.order = data<int>(order);
-  args.schedule = data<ScheduledTile>(schedule);
-  args.local = data<uint16_t>(local);
-  args.sm_count = on.info.sm_count;
+}
 
-  // Surfaces list 1.6 unique rows for each row of the larger side in one pass per kPassOffsets offsets, full grids 2.4.
-  const int64_t groups = (volume + kPassOffsets - 1) / kPassOffsets;
+// The tensors of a plan whose sizes follow from the number of outputs.
+struct TileTensors {
+  Tensor order, schedule, local;
+
+  TileTensors(const Launch& on, PlanArgs& args) {
+    const int64_t tiles = tiles_of(args);
+    Parts fixed;
+    const int64_t order_at = fixed.add(tiles * kTileM), schedule_at = fixed.add(2 * tiles * 4);
+    const Tensor parts = on.empty({fixed.total}, at::kInt);
+    order = part_of(parts, order_at, {tiles * kTileM});
+    schedule = part_of(parts, schedule_at, {2, tiles, 4});
+    local = on.empty({tiles, volume_of(args), kTileM}, at::kShort);
+    args.order = data<int>(order);
+    args.schedule = data<ScheduledTile>(schedule);
+    args.local = data<uint16_t>(local);
+    args.sm_count = on.info.sm_count;
+  }
+};
+
+// Room for passes and uniq as a rule. Surfaces list 1.6 unique rows for each row of the larger side in one pass per
+// kPassOffsets offsets, full grids 2.4.
+void usual_room(PlanArgs& args) {
+  const int64_t groups = empty_passes(static_cast<int>(volume_of(args))), tiles = tiles_of(args);
   const int64_t rows = groups * std::max(args.n_in, args.n_out) * 5 / 2;
   args.uniq4_capacity = rows / 4 + 1;
   args.pass_capacity = tiles * groups + tiles / 4 + rows / kUniqueMax;
+}
+
+std::tuple<int64_t, int64_t, int64_t, int64_t> plan_room_cuda(int64_t n_out, int64_t n_in, const Ints& size,
+                                                              const Ints& start, const Ints& step, const Ints& mul,
+                                                              const Ints& div) {
+  TORCH_CHECK_VALUE(n_out >= 0 && n_in >= 0, "n_out and n_in must not be negative, got ", n_out, " and ", n_in);
+  PlanArgs args{};
+  copy_rule(size, start, step, mul, div, args);
+  args.n_out = n_out;
+  args.n_in = n_in;
+  usual_room(args);
+  int64_t most_passes, most_uniq4;
+  plan_bounds(args, &most_passes, &most_uniq4);
+  return {std::min(args.pass_capacity, most_passes), std::min(args.uniq4_capacity, most_uniq4), most_passes,
+          most_uniq4};
+}
+
+// Rows and pairs of a plan are counted on the device. Where bounds are known that take no more room than the usual guess,
+// the count is not read back: `stats` is left on the device, the last result is -1, and passes, frag and uniq end in
+// unused room. Else it is, and they are cut to what is used. A strided layer has waited for its coordinates already: its
+// bounds may take kStridedRoom times the guess (3x3x3 at stride 2: up to 3.5 times, 37 bytes a row of the larger side).
+PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, const Tensor& bricks,
+                           const Tensor& in_order, const Ints& size, const Ints& start, const Ints& step,
+                           const Ints& mul, const Ints& div) {
+  PlanArgs args{};
+  copy_sets(out_coords, out_order, bricks, in_order, args);
+  copy_rule(size, start, step, mul, div, args);
+  const NormalTensors normal;
+  const Launch on(out_coords.device());
+  const auto [order, schedule, local] = TileTensors(on, args);
+  usual_room(args);
   constexpr int64_t kPassBytes = sizeof(Pass) + kFrags * sizeof(uint32_t);
   const auto bytes = [](int64_t passes, int64_t uniq4) {
     return passes * kPassBytes + uniq4 * 4 * int64_t{sizeof(int)};
@@ -305,6 +482,37 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
           stats, found.pairs};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_sized_cuda(
+    const Tensor& out_coords, const Tensor& out_count, const Tensor& out_order, const Tensor& bricks,
+    const Tensor& in_order, const Ints& size, const Ints& start, const Ints& step, const Ints& mul, const Ints& div,
+    int64_t pass_capacity, int64_t uniq4_capacity, const Tensor& status, bool compact) {
+  PlanArgs args{};
+  copy_sets(out_coords, out_order, bricks, in_order, args);
+  copy_rule(size, start, step, mul, div, args);
+  args.out_count = sized_count("out_count", out_count, out_coords);
+  args.stats = reinterpret_cast<PlanStats*>(sized_status(status, out_coords));
+  TORCH_CHECK_VALUE(pass_capacity >= 0 && uniq4_capacity >= 0,
+                    "pass_capacity and uniq4_capacity must not be negative, ", "got ", pass_capacity, " and ",
+                    uniq4_capacity);
+  const NormalTensors normal;
+  const Launch on(out_coords.device());
+  const auto [order, schedule, local] = TileTensors(on, args);
+  args.pass_capacity = pass_capacity;
+  args.uniq4_capacity = uniq4_capacity;
+  args.compact = compact;
+  const int64_t most = pass_capacity + empty_passes(static_cast<int>(volume_of(args)));
+  Parts sized;
+  const int64_t passes_at = sized.add(most * 4), frag_at = sized.add(most * kFrags);
+  const int64_t uniq_at = sized.add(uniq4_capacity * 4);
+  const Tensor parts = on.empty({sized.total}, at::kInt), passes = part_of(parts, passes_at, {most, 4});
+  const Tensor frag = part_of(parts, frag_at, {most, kFrags}), uniq = part_of(parts, uniq_at, {uniq4_capacity * 4});
+  args.passes = data<Pass>(passes);
+  args.frag = data<uint32_t>(frag);
+  args.uniq = data<int>(uniq);
+  check_cuda(build_plan(args, on.stream), "build_plan", on.device);
+  return {order, schedule, passes, frag, uniq, local};
+}
+
 Tensor plan_to_table_cuda(const std::vector<Tensor>& plan, int64_t n_out) {
   TORCH_CHECK(plan.size() == kPlanTensors && plan[5].is_cuda() && plan[5].dim() == 3, "plan must be a CUDA map of ",
               kPlanTensors, " tensors");
@@ -325,11 +533,22 @@ void bind_coords(py::module_& m) {
   m.def("index_coords", torch::wrap_pybind_function_no_gil(index_coords_cuda), py::arg("coords"),
         py::arg("bounds") = Ints{});
   m.def("derive_coords", torch::wrap_pybind_function_no_gil(derive_coords_cuda), py::arg("coords"), py::arg("size"),
-        py::arg("stride"), py::arg("dilation"), py::arg("padding"), py::arg("to_children"), py::arg("bounds"),
-        py::arg("piece"), py::arg("limit"));
+        py::arg("stride"), py::arg("dilation"), py::arg("padding"), py::arg("to_children"), py::arg("shape"),
+        py::arg("bounds"), py::arg("piece"), py::arg("limit"));
   m.def("build_plan", torch::wrap_pybind_function_no_gil(build_plan_cuda), py::arg("out_coords"), py::arg("out_order"),
         py::arg("bricks"), py::arg("in_order"), py::arg("size"), py::arg("start"), py::arg("step"), py::arg("mul"),
         py::arg("div"));
+  m.def("index_sized", torch::wrap_pybind_function_no_gil(index_sized_cuda), py::arg("coords"), py::arg("count"),
+        py::arg("bounds"), py::arg("status"));
+  m.def("derive_sized", torch::wrap_pybind_function_no_gil(derive_sized_cuda), py::arg("coords"), py::arg("count"),
+        py::arg("inner"), py::arg("size"), py::arg("stride"), py::arg("dilation"), py::arg("padding"),
+        py::arg("to_children"), py::arg("shape"), py::arg("bounds"), py::arg("capacity"), py::arg("status"));
+  m.def("plan_room", torch::wrap_pybind_function_no_gil(plan_room_cuda), py::arg("n_out"), py::arg("n_in"),
+        py::arg("size"), py::arg("start"), py::arg("step"), py::arg("mul"), py::arg("div"));
+  m.def("plan_sized", torch::wrap_pybind_function_no_gil(plan_sized_cuda), py::arg("out_coords"), py::arg("out_count"),
+        py::arg("out_order"), py::arg("bricks"), py::arg("in_order"), py::arg("size"), py::arg("start"),
+        py::arg("step"), py::arg("mul"), py::arg("div"), py::arg("pass_capacity"), py::arg("uniq4_capacity"),
+        py::arg("status"), py::arg("compact") = false);
   m.def("plan_to_table", torch::wrap_pybind_function_no_gil(plan_to_table_cuda), py::arg("plan"), py::arg("n_out"));
 }
 

@@ -21,12 +21,14 @@ from voxmma._extension import _C
 from voxmma._types import DTYPE_NAMES, Triple
 from voxmma.dispatch import measurements, settings, validation
 from voxmma.dispatch.config import ConvConfig, fp16_accum_flag
+from voxmma.dispatch.epilogue import Epilogue
 from voxmma.dispatch.launches import listening, notify
 from voxmma.dispatch.mapping import Target, resolve_map
 from voxmma.dispatch.observers import observe, observed
 from voxmma.dispatch.record import Record
 from voxmma.dispatch.selection import Plan, asks_gate, plan_call, rescaled
 from voxmma.ops.kernels import accumulator_label, parse_accumulator
+from voxmma.sparse.ahead import meet
 from voxmma.sparse.cached import Made, keep
 from voxmma.sparse.coords import _KEPT, CoordSet
 from voxmma.sparse.maps import Geometry, KernelMap, MapCore, finer_set, traceable
@@ -43,10 +45,12 @@ def call(
     *,
     coords: Target | None = None,
     kernel_map: KernelMap | None = None,
+    then: Epilogue | None = None,
 ) -> Voxels:
     """A convolution of Voxels: arguments, result and errors as of voxmma.nn.functional.spatially_sparse_conv.
 
-    A call like an earlier one on the same coordinates takes its map, tiles and record over (`Repeat`).
+    `then`: what follows it, in the same launch where it can be (`Epilogue.fits`), which `explain` says. A
+    call like an earlier one on the same coordinates takes its map, tiles and record over (`Repeat`).
     """
     key = place = known = None
     if isinstance(x, Voxels):
@@ -56,43 +60,47 @@ def call(
             if again is not None:
                 out = again.leads_to(x)
                 if out is not None:
-                    return again.run(x, weight, bias, out)
+                    return again.run(x, weight, bias, out, then)
             if key is not None:
                 place = config, x._feats.device, key[1]
                 known = _decided.get(place)
         elif kernel_map is None and not traceable(
-            x.coord_set, config.geometry, config.generative or coords is not None
+            x.coord_set,
+            config.geometry,
+            config.generative or coords is not None or config.inverse_of is not None,
         ):
-            return _outside(config, x, weight, bias, coords)
+            return _outside(config, x, weight, bias, coords, then)
     if known is None:  # else operands like these have been checked
         fp16_accum_flag(config.use_fp16_accum, config.accumulator)
         _check_operands(x, weight, bias, config.volume, config.groups)
-    mapping, out, stride = resolve_map(
-        x,
-        config.geometry,
-        config.padding is not None,
-        config.transposed,
-        config.generative,
-        coords,
-        config.max_voxels,
-        kernel_map,
-    )
+    if x._coord_set.repeated is not None:
+        key, x = None, x.sites()
+    if kernel_map is None and not torch.compiler.is_compiling():
+        meet(x._coord_set, weight)
+    mapping, out, stride = resolve_map(x, config, coords, kernel_map)
     if config.transposed and mapping.symmetric:
         key = None
         weight = weight.flip(0)  # the opposite direction of a symmetric map is the map with mirrored offsets
     dtype = _compute_dtype(config, x.feats, weight, bias) if known is None else known.dtype
-    made = _convolve(config, x.feats, weight, bias, mapping, dtype, place)
-    if key is not None:
+    made = _convolve(config, x.feats, weight, bias, mapping, dtype, place, then)
+    rows, feats = out.expand(made.y)
+    if key is not None and rows is out:
         _keep(key, config, x, mapping, stride, coords is not None, kernel_map is not None, made)
-    return Voxels._make(out, made.y, stride, made.record)
+    y = Voxels._make(rows, feats, stride, made.record, made.applied)
+    return y if then is None or made.applied else then.apply(y)
 
 
 @eager
 def _outside(
-    config: ConvConfig, x: Voxels, weight: Tensor, bias: Tensor | None, coords: Target | None
+    config: ConvConfig,
+    x: Voxels,
+    weight: Tensor,
+    bias: Tensor | None,
+    coords: Target | None,
+    then: Epilogue | None,
 ) -> Voxels:
     """A call between two graphs of torch.compile, so that it traces no cache and no bookkeeping."""
-    return call(config, x, weight, bias, coords=coords)
+    return call(config, x, weight, bias, coords=coords, then=then)
 
 
 # ---- its operands ------------------------------------------------------------------------------------------
@@ -348,21 +356,30 @@ class Repeat(NamedTuple):
             return None
         return x._coord_set if self.route is None else self.route.leads_to(x)
 
-    def run(self, x: Voxels, weight: Tensor, bias: Tensor | None, out: CoordSet) -> Voxels:
-        """The call itself."""
+    def run(
+        self, x: Voxels, weight: Tensor, bias: Tensor | None, out: CoordSet, then: Epilogue | None
+    ) -> Voxels:
+        """The call itself, and what follows it."""
         coords, feats = x._coord_set, x._feats
         coords.use(self.made)
         if self.dtype is not None:
             feats = feats.to(self.dtype)
+        applied: tuple[str, ...] = ()
         if self.prepared is None or has_torch_function((feats, weight, bias)):
             y = _launch(self.op, (feats, weight, bias, *self.operands))
+        elif then is None:
+            y = self.prepared(feats, weight, bias)
+        elif not observed() and then.fits(feats, weight, bias, self.record.out_dtype, out):
+            y, applied = then.run(self.prepared.fused, feats, weight, bias), then.names()
         else:
             y = self.prepared(feats, weight, bias)
         if listening():
             notify(self.record)
         if observed():
             observe(feats, weight, bias, KernelMap(coords, out, self.core, self.reverse), y, self.record)
-        return Voxels._make(out, y, x._stride if self.route is None else self.route.out_stride, self.record)
+        stride = x._stride if self.route is None else self.route.out_stride
+        made = Voxels._make(out, y, stride, self.record, applied)
+        return made if then is None or applied else then.apply(made)
 
 
 def _keep(
@@ -431,6 +448,8 @@ class _Result(NamedTuple):
     operands: tuple[Any, ...]
     """the op's arguments from `map` on"""
     decision: _Decision
+    applied: tuple[str, ...] = ()
+    """what the launch did besides, by name"""
 
 
 def convolve(
@@ -464,6 +483,7 @@ def _convolve(
     mapping: KernelMap,
     compute_dtype: torch.dtype,
     place: Place | None = None,
+    then: Epilogue | None = None,
 ) -> _Result:
     decision = _decision(config, weight, feats.device, compute_dtype, place)
     _, requested, decided_by, plan, chunk, scaled = decision[:6]
@@ -476,12 +496,24 @@ def _convolve(
         op, written = torch.ops.voxmma.conv_rescaled, config.out_dtype or compute_dtype
     shared = (mapping.tensors, opposite, mapping.out_coords.num, mapping.symmetric, False)
     operands = (*shared, ran, tile, dgrad_tile, wgrad_tile, written)
-    y = _launch(op, (x, weight, bias, *operands))
+    applied: tuple[str, ...] = ()
+    may = then is not None and not scaled and _may_fuse(x, weight, bias)
+    if may and then is not None and then.fits(x, weight, bias, written or compute_dtype, mapping.out_coords):
+        applied = then.names()
+        launch = functools.partial(torch.ops.voxmma.conv_fused, **then.operands())
+        y = _launch(launch, (x, weight, bias, shared[0], *shared[2:], ran, tile, written))
+    else:
+        y = _launch(op, (x, weight, bias, *operands))
     parts = _parts(tile, weight, mapping, feats.device)
     record = _record(config.layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
     notify(record)
     observe(x, weight, bias, mapping, y, record)
-    return _Result(y, record, op, operands, decision)
+    return _Result(y, record, op, operands, decision, applied)
+
+
+def _may_fuse(*operands: Tensor | None) -> bool:
+    """Whether nobody has to see the convolution by itself: an observer, a compiler, a mode or a subclass."""
+    return not (observed() or torch.compiler.is_compiling() or has_torch_function(operands))
 
 
 def _launch(op: Callable[..., Tensor], operands: tuple[Any, ...]) -> Tensor:

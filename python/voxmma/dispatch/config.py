@@ -13,7 +13,16 @@ from voxmma._types import DTYPE_NAMES, Triple, positive, triple
 from voxmma.dispatch import settings
 from voxmma.ops.kernels import parse_accumulator
 from voxmma.sparse.derive import check_max_voxels
-from voxmma.sparse.maps import MAX_KERNEL, MAX_OFFSET, MAX_STRIDE, Geometry, geometry_of, padding_triple
+from voxmma.sparse.maps import (
+    MAX_KERNEL,
+    MAX_OFFSET,
+    MAX_STRIDE,
+    Geometry,
+    check_outputs,
+    geometry_of,
+    output_padding_triple,
+    padding_triple,
+)
 
 KernelSize = int | tuple[int, int, int]
 
@@ -90,6 +99,10 @@ class ConvConfig:
     out_dtype: torch.dtype | None = None
     layer: str = "convolution"
     """name for the record"""
+    output_padding: Triple = (0, 0, 0)
+    outputs: str = "windows"
+    map_key: str | None = None
+    inverse_of: str | None = None
     geometry: Geometry = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
@@ -102,6 +115,12 @@ class ConvConfig:
         self._put("groups", positive(self.groups, "groups"))
         if self.padding is not None:
             self._put("padding", self.geometry.padding)
+        check_outputs(self.outputs)
+        for name in ("map_key", "inverse_of"):
+            key = getattr(self, name)
+            if not isinstance(key, str | None):
+                raise TypeError(f"{name} must be a str or None, got {type(key).__name__}")
+        self._put("output_padding", output_padding_triple(self.output_padding))
         if self.max_voxels is not None:
             self._put("max_voxels", check_max_voxels(self.max_voxels))
         settings.check_flag(self.use_fp16_accum, "use_fp16_accum")

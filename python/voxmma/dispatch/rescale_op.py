@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from voxmma import torchflags
+from voxmma._surroundings import undisturbed
 from voxmma.dispatch import settings
 from voxmma.dispatch.selection import select_tile
 from voxmma.ops.formats import largest_finite
@@ -105,7 +105,7 @@ def _wide_tile(c_in: int, c_out: int, groups: int, device: torch.device, limits:
     return select_tile("dgrad", torch.bfloat16, "fp32", c_in, c_out, groups, device, limits=limits).name
 
 
-@torchflags.undisturbed()
+@undisturbed()
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     own, own_t, _, symmetric, transpose, accumulator, tile, dgrad_tile, wgrad_tile, _ = ctx.rest

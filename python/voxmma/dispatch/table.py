@@ -76,7 +76,7 @@ class TableRow:
 
 
 class TileTable(Sequence[TableRow]):
-    """Rows of the tile table; prints as text, and as a table under rich."""
+    """Rows of the tile table; prints as text."""
 
     _columns = (
         "name",
@@ -125,15 +125,6 @@ class TileTable(Sequence[TableRow]):
         return "\n".join([self.title, *text])
 
     __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        from rich.table import Table
-
-        titles, lines = self.cells()
-        table = Table(*titles, title=self.title)
-        for line in lines:
-            table.add_row(*line)
-        return table
 
 
 def _admitted(accumulator: str, names: tuple[str, ...], modes: tuple[AlgoMode, ...]) -> bool:

@@ -44,6 +44,7 @@ from torch.utils._pytree import (
 )
 
 from voxmma import torchflags
+from voxmma._surroundings import undisturbed
 from voxmma._version import __version__
 from voxmma.dispatch import settings
 from voxmma.dispatch.selection import plan_call
@@ -51,6 +52,7 @@ from voxmma.export import aot, archive
 from voxmma.export.frozen import ArtefactError, _freeze
 from voxmma.export.mapped import Layout, MappedVoxels, variable_sizes, with_maps
 from voxmma.nn.modules.sparse_conv import SparseConv3d
+from voxmma.ops.formats import DTYPES, FORMATS
 from voxmma.precision import policy_graph
 from voxmma.precision.operators import OpKind, kind_of
 from voxmma.precision.policy import (
@@ -67,13 +69,13 @@ from voxmma.verify import accuracy
 __all__ = ["Artefact", "ArtefactError", "Check", "compile_model", "load"]
 
 _LOG = logging.getLogger("voxmma.export")
-_FORMAT = 2
+_FORMAT = 3
 _EXTRA = ("voxmma.json", "voxmma.check")
 _PACKAGE = "voxmma/aot.pt2"  # in the archive, beside what torch.export writes
 
 
 # ---------------------------------------------------------------- how far off it may be
-_UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+_UNIT = {DTYPES[name]: FORMATS[name].unit for name in ("fp16", "bf16", "fp32")}
 
 
 def _product_bound(node: fx.Node, args: Sequence[Any]) -> tuple[float, bool]:
@@ -238,7 +240,7 @@ class Artefact:
         return tree_map(reunite, tree_unflatten(outputs, self._outputs), is_leaf=_is_voxels)
 
     def _flat(self, *tensors: Any) -> list[Any]:
-        with torch.no_grad(), torchflags.undisturbed():
+        with torch.no_grad(), undisturbed():
             return list(self._run(*tensors))
 
     def check(self) -> Check:
@@ -420,7 +422,7 @@ def _double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-@torchflags.undisturbed()
+@undisturbed()
 def compile_model(
     module: nn.Module,
     inputs: tuple[Any, ...],

@@ -32,7 +32,7 @@ from voxmma._types import Triple
 from voxmma.sparse import segments
 from voxmma.sparse.cached import Made
 from voxmma.sparse.coords import CoordSet, Finer
-from voxmma.sparse.derive import children, windows
+from voxmma.sparse.derive import Derived
 from voxmma.sparse.maps import Direction, Geometry, KernelMap, MapCore, core_between, held_sets
 from voxmma.sparse.tensor import Voxels
 
@@ -47,8 +47,7 @@ class Site(NamedTuple):
     """A coordinate set made from another one, by its place in the list of sets (0: the input's)."""
 
     parent: int
-    geometry: Geometry
-    to_children: bool
+    rule: Derived
 
 
 class Edge(NamedTuple):
@@ -67,12 +66,13 @@ class Layout:
     """Which coordinate sets and kernel maps a network uses. Calling it makes `MappedVoxels` of Voxels.
 
     Attributes:
-        batch_size, stride: of the input.
+        batch_size, stride, spatial_shape: of the input.
         sites: the sets after the input's own. edges: the maps. trees: sets whose samples are summed over.
     """
 
     batch_size: int
     stride: Triple
+    spatial_shape: Triple | None
     sites: tuple[Site, ...]
     edges: tuple[Edge, ...]
     trees: tuple[int, ...]
@@ -80,22 +80,24 @@ class Layout:
     def __call__(self, voxels: Voxels) -> MappedVoxels:
         """`voxels` with the maps of this layout, made where they are not cached on its coordinates yet.
 
-        Raises TypeError for anything but Voxels, ValueError when batch size or stride are other ones.
+        Raises TypeError for anything but Voxels, ValueError when batch size, stride or spatial shape are
+        other ones.
         """
         if not isinstance(voxels, Voxels):
             raise TypeError(f"expected voxmma.Voxels, got {type(voxels).__name__}")
-        for name in ("batch_size", "stride"):
+        for name in ("batch_size", "stride", "spatial_shape"):
             mine, theirs = getattr(self, name), getattr(voxels, name)
             if mine != theirs:
                 raise ValueError(f"voxels have {name} {theirs}, the network was exported for {mine}")
+        if voxels.coord_set.repeated is not None:
+            raise ValueError("the voxels have duplicates (duplicates='keep'): merge them first")
         sets = self._sets(voxels.coord_set)
         return _assemble(self, sets, voxels.feats, list(self.tensors(sets)))
 
     def _sets(self, root: CoordSet) -> list[CoordSet]:
         sets = [root]
         for site in self.sites:
-            make = children if site.to_children else windows
-            sets.append(make(sets[site.parent], site.geometry))
+            sets.append(site.rule.make(sets[site.parent]))
         return sets
 
     def tensors(self, sets: list[CoordSet]) -> Iterator[torch.Tensor]:
@@ -109,12 +111,14 @@ class Layout:
 
     def fill(self, tensors: Iterator[Any]) -> list[CoordSet]:
         """Coordinate sets of `tensors` that find their maps in their caches."""
-        sets = [CoordSet.trusted(next(tensors), self.batch_size)]
+        sets = [CoordSet.trusted(next(tensors), self.batch_size, spatial_shape=self.spatial_shape)]
         for site in self.sites:
-            parent, made = sets[site.parent], CoordSet.trusted(next(tensors), self.batch_size)
-            if not site.to_children and site.geometry.stride != (1, 1, 1):
-                made.finer = Finer(parent, site.geometry)
-            parent.derived[site.geometry, site.to_children] = made
+            geometry, to_children, shape = site.rule
+            parent = sets[site.parent]
+            made = CoordSet.trusted(next(tensors), self.batch_size, spatial_shape=shape)
+            if not to_children and geometry.stride != (1, 1, 1):
+                made.finer = Finer(parent, geometry)
+            parent.derived[site.rule] = made
             sets.append(made)
         for edge in self.edges:
             owner, other = sets[edge.owner], sets[edge.other]
@@ -129,7 +133,7 @@ class Layout:
 
     def to_json(self) -> list[Any]:
         """JSON types; `from_json` is the inverse."""
-        return [self.batch_size, self.stride, self.sites, self.edges, self.trees]
+        return [self.batch_size, self.stride, self.spatial_shape, self.sites, self.edges, self.trees]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> Layout:
@@ -138,11 +142,15 @@ class Layout:
         def geometry(parts: list[Any]) -> Geometry:
             return Geometry(*map(tuple, parts))
 
-        batch_size, stride, sites, edges, trees = data
+        def shape(parts: list[Any] | None) -> Any:
+            return None if parts is None else tuple(parts)
+
+        batch_size, stride, grid, sites, edges, trees = data
         return cls(
             batch_size,
             tuple(stride),
-            tuple(Site(a, geometry(g), b) for a, g, b in sites),
+            shape(grid),
+            tuple(Site(parent, Derived(geometry(g), down, shape(n))) for parent, (g, down, n) in sites),
             tuple(Edge(a, b, geometry(g), *rest) for a, b, g, *rest in edges),
             tuple(trees),
         )
@@ -187,9 +195,9 @@ def _survey(root: CoordSet, stride: Triple) -> Layout:
     """The layout of everything that has been made from `root`."""
     sets, sites = [root], []
     for place, made in enumerate(sets):  # grows while it runs
-        for (geometry, to_children), child in made.derived.items():
+        for rule, child in made.derived.items():
             sets.append(child)
-            sites.append(Site(place, geometry, to_children))
+            sites.append(Site(place, rule))
     places = {id(made): place for place, made in enumerate(sets)}
     edges = []
     for place, made in enumerate(sets):
@@ -203,7 +211,7 @@ def _survey(root: CoordSet, stride: Triple) -> Layout:
             for reverse, side in core.sides.items():
                 edges.append(Edge(place, other, core.geometry, core.flipped, reverse, len(side.tensors)))
     trees = tuple(place for place, made in enumerate(sets) if made._index.segments is not None)
-    return Layout(root.batch_size, stride, tuple(sites), tuple(edges), trees)
+    return Layout(root.batch_size, stride, root.spatial_shape, tuple(sites), tuple(edges), trees)
 
 
 def with_maps(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -219,9 +227,11 @@ def with_maps(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     for leaf in leaves:
         if isinstance(leaf, Voxels):
             root = leaf.coord_set
+            if root.repeated is not None:
+                raise ValueError("the input has duplicates (duplicates='keep'): merge them first")
             if root.finer is not None:
                 raise ValueError("the input was made by a strided layer: export from what it was made from")
-            copied = CoordSet.trusted(root.coords, root.batch_size)
+            copied = CoordSet.trusted(root.coords, root.batch_size, spatial_shape=root.spatial_shape)
             copied._index = replace(root._index, segments=None)
             leaf = Voxels._make(copied, leaf.feats, leaf.stride)
         fresh.append(leaf)
@@ -286,7 +296,7 @@ def one_graph(model: nn.Module, **options: Any) -> Callable[..., Any]:
     @functools.wraps(model.forward)
     def call(*inputs: Any) -> Any:
         leaves, spec = pytree.tree_flatten(inputs, is_leaf=_is_voxels)
-        facts = [(v.batch_size, v.stride) if isinstance(v, Voxels) else None for v in leaves]
+        facts = [(v.batch_size, v.stride, v.spatial_shape) if isinstance(v, Voxels) else None for v in leaves]
         needs = [isinstance(v, Voxels) and v.feats.requires_grad for v in leaves]
         key = (repr(spec), tuple(facts), tuple(needs), torch.is_grad_enabled(), model.training)
         if key not in recipes:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 import voxmma.nn as vnn
+from voxmma.nn.modules.fusing import residual
 from voxmma.sparse.tensor import Voxels
 
 Layer = Callable[[int], nn.Module]
@@ -43,6 +44,8 @@ class ResidualBlock(nn.Module):
         kernel_size: of the body's convolutions. norm: makes a norm for C channels.
     """
 
+    fuses_itself = True  # by `residual`
+
     def __init__(
         self,
         c_in: int,
@@ -63,7 +66,7 @@ class ResidualBlock(nn.Module):
         self.relu = vnn.ReLU()
 
     def forward(self, x: Voxels) -> Voxels:
-        y: Voxels = self.relu(self.body(x) + self.shortcut(x))
+        y: Voxels = residual(self.body, x, self.shortcut(x), self.relu)
         return y
 
 

@@ -26,11 +26,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from voxmma import torchflags
 from voxmma._extension import _C
-from voxmma.ops.formats import quantise
+from voxmma.ops.formats import round_tf32
 
 __all__: list[str] = []
 
@@ -80,26 +81,43 @@ def _conv_cpu(
     wgrad_tile: str,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    volume, groups, c_in, c_out = _C.check_conv(
-        x, weight, bias, map, n_out, transpose, accumulator, out_dtype
-    )
+    sizes = _C.check_conv(x, weight, bias, map, n_out, transpose, accumulator, out_dtype)
+    y = _sums(x, weight, map, n_out, symmetric, transpose, accumulator, tile, sizes)
+    if bias is not None:
+        y += bias
+    return y.to(out_dtype or x.dtype)
+
+
+def _sums(
+    x: Tensor,
+    weight: Tensor,
+    map: list[Tensor],
+    n_out: int,
+    symmetric: bool,
+    transpose: bool,
+    accumulator: str,
+    tile: str,
+    sizes: tuple[int, int, int, int],
+) -> Tensor:
+    """What a convolution adds up, in the compute type. sizes: K, groups, channels per group."""
+    volume, groups, c_in, c_out = sizes
     chunk = _check_tile(tile, accumulator, x.dtype) or c_in
     in_rows, out_rows, kptr, _ = map
     start: list[int] = kptr.tolist()
     compute = _compute_type(x)
     features = x.to(compute)
     # Rounded to x's type first, as the GPU does, then exact in the compute type.
-    weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:]).contiguous()
+    weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:])
     if tile == "cpu_tf32":
-        features, weights = quantise(features, "tf32"), quantise(weights, "tf32")
+        features, weights = round_tf32(features), round_tf32(weights)
     if transpose:
         weights = weights.transpose(2, 3)
     y = torch.zeros((n_out, groups * c_out), dtype=compute, device=x.device)
-    sizes = [end - begin for begin, end in itertools.pairwise(start)]
-    ins, outs_of, weight_of = in_rows.split(sizes), out_rows.split(sizes), weights.unbind()
+    pairs_of = [end - begin for begin, end in itertools.pairwise(start)]
+    ins, outs_of, weight_of = in_rows.split(pairs_of), out_rows.split(pairs_of), weights.unbind()
     for k in range(volume):
         pairs = volume - 1 - k if transpose and symmetric else k
-        if not sizes[pairs]:
+        if not pairs_of[pairs]:
             continue
         outs = outs_of[pairs]
         rows = features.index_select(0, ins[pairs])
@@ -115,9 +133,90 @@ def _conv_cpu(
             y.index_copy_(0, outs, part.half().to(compute))
         else:
             y.index_add_(0, outs, part)
-    if bias is not None:
-        y += bias
-    return y.to(out_dtype or x.dtype)
+    return y
+
+
+def _conv_fused_cpu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    map: list[Tensor],
+    n_out: int,
+    symmetric: bool,
+    transpose: bool,
+    accumulator: str,
+    tile: str,
+    out_dtype: torch.dtype | None = None,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    mean: Tensor | None = None,
+    var: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    slope: float = 0.0,
+    packed: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    sizes = _C.check_conv(x, weight, bias, map, n_out, transpose, accumulator, out_dtype)
+    numbers = (scale, shift, mean, var)
+    _C.check_fused(
+        x, weight, bias, map, n_out, transpose, accumulator, out_dtype, *numbers, residual, activation, out
+    )
+    y = _sums(x, weight, map, n_out, symmetric, transpose, accumulator, tile, sizes)
+    factor, summand = fold(bias, *numbers, eps)
+    if factor is not None:
+        y *= factor.to(y.dtype)
+    if summand is not None:
+        y += summand.to(y.dtype)
+    if residual is not None:
+        y += residual
+    return ACTIVATIONS[activation](y, slope).to(out_dtype or x.dtype)
+
+
+def _conv_fused_into_cpu(*args: Any, out: Tensor, **kwargs: Any) -> None:
+    out.copy_(_conv_fused_cpu(*args, out=out, **kwargs))
+
+
+def _pack_weight_cpu(weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return weight.new_empty((0,), dtype=torch.uint8)
+
+
+#: What `conv_fused` may do last, by the name that it has there: (rows, slope of leaky_relu) -> rows.
+ACTIVATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "none": lambda y, slope: y,
+    "relu": lambda y, slope: F.relu(y),
+    "leaky_relu": F.leaky_relu,
+    "silu": lambda y, slope: F.silu(y),
+    "gelu": lambda y, slope: F.gelu(y),
+}
+
+
+def fold(
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    eps: float,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`(sum + bias - mean) / sqrt(var + eps) * scale + shift` as `sum * factor + summand`, in fp64.
+
+    Arguments and results (C_out,); None: 1 for a factor, 0 for a summand. fold_channel of csrc/conv/pack.cu.
+    """
+    factor = None if scale is None else scale.double()
+    if var is not None:
+        root = (var.double() + eps).sqrt()
+        factor = 1 / root if factor is None else factor / root
+    summand = None if bias is None else bias.double()
+    if mean is not None:
+        summand = -mean.double() if summand is None else summand - mean.double()
+    if summand is not None and factor is not None:
+        summand = summand * factor
+    if shift is not None:
+        summand = shift.double() if summand is None else summand + shift.double()
+    return factor, summand
 
 
 def _conv_wgrad_cpu(
@@ -140,7 +239,7 @@ def _conv_wgrad_cpu(
     compute = _compute_type(x)  # fp32 at least, whatever `accumulator` says
     features, grads = x.to(compute), dy.to(compute)
     if tile == "cpu_tf32":
-        features, grads = quantise(features, "tf32"), quantise(grads, "tf32")
+        features, grads = round_tf32(features), round_tf32(grads)
     dw = torch.zeros((kernel_volume, groups, c_in, c_out), dtype=compute, device=x.device)
     for k in range(kernel_volume):
         begin, end = start[k], start[k + 1]
@@ -313,18 +412,21 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` apart from the process around it: no autocast, no function mode, IEEE fp32 products."""
 
     @functools.wraps(function)
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction(), torchflags.pinned("ieee"):
             if not torch.is_autocast_enabled("cpu"):
-                return function(*args)
+                return function(*args, **kwargs)
             with torch.autocast("cpu", enabled=False):
-                return function(*args)
+                return function(*args, **kwargs)
 
     return run
 
 
 _CPU: dict[str, Callable[..., Any]] = {
     "conv": _conv_cpu,
+    "conv_fused": _conv_fused_cpu,
+    "conv_fused_into": _conv_fused_into_cpu,
+    "pack_weight": _pack_weight_cpu,
     "conv_wgrad": _conv_wgrad_cpu,
     "pool_sum": _pool_sum_cpu,
     "pool_max": _pool_max_cpu,

@@ -8,6 +8,12 @@ from torch import Tensor
 from voxmma.ops.cpu import _compute_type, winner_dtype
 
 
+def _result(x: Tensor, weight: Tensor, n_out: int, transpose: bool, out_dtype: torch.dtype | None) -> Tensor:
+    groups = weight.shape[1] if weight.dim() == 4 else 1
+    channels = groups * (weight.shape[-2] if transpose else weight.shape[-1])
+    return x.new_empty((n_out, channels), dtype=out_dtype or x.dtype)
+
+
 @torch.library.register_fake("voxmma::conv")
 def _conv_fake(
     x: Tensor,
@@ -24,9 +30,36 @@ def _conv_fake(
     wgrad_tile: str,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    groups = weight.shape[1] if weight.dim() == 4 else 1
-    channels = groups * (weight.shape[-2] if transpose else weight.shape[-1])
-    return x.new_empty((n_out, channels), dtype=out_dtype or x.dtype)
+    return _result(x, weight, n_out, transpose, out_dtype)
+
+
+def _fused_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    map: list[Tensor],
+    n_out: int,
+    symmetric: bool,
+    transpose: bool,
+    accumulator: str,
+    tile: str,
+    out_dtype: torch.dtype | None = None,
+    **then: object,
+) -> Tensor:
+    return _result(x, weight, n_out, transpose, out_dtype)
+
+
+def _fused_into_fake(*args: object, **kwargs: object) -> None:
+    return None
+
+
+def _pack_weight_fake(weight: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return weight.new_empty((torch.library.get_ctx().new_dynamic_size(),), dtype=torch.uint8)
+
+
+torch.library.register_fake("voxmma::conv_fused", _fused_fake)
+torch.library.register_fake("voxmma::conv_fused_into", _fused_into_fake)
+torch.library.register_fake("voxmma::pack_weight", _pack_weight_fake)
 
 
 @torch.library.register_fake("voxmma::conv_wgrad")

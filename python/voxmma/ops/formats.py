@@ -43,6 +43,9 @@ FORMATS: dict[str, Format] = {
     "fp64": Format("fp64", 53, -1022, torch.finfo(torch.float64).max),
 }
 
+#: The dtype that holds a format's values, by its name; 'tf32' is held in fp32.
+DTYPES = {**{name: dtype for dtype, name in DTYPE_NAMES.items()}, "tf32": torch.float32}
+
 
 def format_name(dtype: torch.dtype | str) -> str:
     """'fp16', 'bf16', 'tf32', 'fp32' or 'fp64' of a torch dtype (or of such a name itself).
@@ -61,17 +64,6 @@ def round_tf32(x: Tensor) -> Tensor:
     bits = x.contiguous().view(torch.int32)
     rounded = ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
     return torch.where(torch.isfinite(x), rounded, x)
-
-
-def quantise(t: Tensor, dtype: torch.dtype | str) -> Tensor:
-    """``t`` rounded to the nearest value of a format, as a tensor that the references take.
-
-    'tf32' rounds as `round_tf32` and stays fp32.
-    """
-    name = format_name(dtype)
-    if name == "tf32":
-        return round_tf32(t.float())
-    return t.to({v: k for k, v in DTYPE_NAMES.items()}[name])
 
 
 def largest_finite(t: Tensor) -> Tensor:

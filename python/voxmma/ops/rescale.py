@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from voxmma import torchflags
+from voxmma._surroundings import undisturbed
 from voxmma.ops.formats import FORMATS, largest_finite
 
 MAX_FP16 = FORMATS["fp16"].max
@@ -24,7 +24,7 @@ def _grouped(weight: Tensor) -> Tensor:
     return weight if weight.dim() == 4 else weight.unsqueeze(1)
 
 
-@torchflags.undisturbed()
+@undisturbed()
 def overflow_bound(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Tensor:
     """Upper bound of every partial sum of an accumulator: absmax(a) x largest column sum of |weight|.
 
@@ -93,7 +93,7 @@ def _equal(narrow: Tensor, wide: Tensor) -> Tensor:
     return ((narrow.float() == wide) | wide.isnan()).all()
 
 
-@torchflags.undisturbed()
+@undisturbed()
 def fp16_operands(a: Tensor, weight: Tensor, *, transpose: bool = False, chunk: int = 0) -> Fp16Operands:
     """bf16 (or fp32, fp16) operands as fp16 under power-of-two factors whose overflow bound fits.
 

@@ -31,16 +31,9 @@ from voxmma import torchflags
 from voxmma.dispatch import settings
 from voxmma.dispatch.selection import plan_call, rescaled
 from voxmma.ops.kernels import parse_accumulator
+from voxmma.precision.casting import CASTABLE, PolicyMode, operand_plan
 from voxmma.precision.operators import OpKind, kind_of
-from voxmma.precision.policy import (
-    _CASTABLE,
-    Precision,
-    PrecisionPolicy,
-    _PolicyMode,
-    as_policy,
-    operand_plan,
-    sparse_accumulator,
-)
+from voxmma.precision.policy import Precision, PrecisionPolicy, as_policy, sparse_accumulator
 
 __all__ = ["CastReport", "PolicyBackend", "policy_backend", "remove_redundant_casts", "rewrite", "trace"]
 
@@ -90,7 +83,7 @@ class _UnderPolicy(nn.Module):
         self.policy = policy
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _PolicyMode(self.policy):
+        with PolicyMode(self.policy):
             return self.inner(*args, **kwargs)
 
 
@@ -101,7 +94,7 @@ def _value(node: fx.Node) -> Any:
 
 def is_float(node: fx.Node) -> bool:
     value = _value(node)
-    return isinstance(value, torch.Tensor) and value.dtype in _CASTABLE
+    return isinstance(value, torch.Tensor) and value.dtype in CASTABLE
 
 
 def cast_target(node: fx.Node) -> torch.dtype | None:
@@ -196,7 +189,7 @@ def _plan_sparse(node: fx.Node, policy: PrecisionPolicy, report: CastReport) -> 
     """Has a sparse convolution compute as the policy says: operand, accumulator, tiles, result."""
     x, weight = node.args[0], node.args[1]
     assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
-    if _value(x).dtype not in _CASTABLE:
+    if _value(x).dtype not in CASTABLE:
         return
     spec, shape = policy.forward, _value(weight).shape
     groups = shape[1] if len(shape) == 4 else 1
@@ -274,7 +267,7 @@ def _insert_around(gm: fx.GraphModule, node: fx.Node, policy: PrecisionPolicy, r
             user.replace_input_with(node, cast)
     if node.op == "call_module" and policy.precision_for(kind_of(target)).is_half:
         own = [*target.parameters(), *target.buffers()]
-        if any(t.dtype in _CASTABLE for t in own):
+        if any(t.dtype in CASTABLE for t in own):
             gm.set_submodule(str(node.target), _UnderPolicy(target, policy))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,12 +12,15 @@ import torch
 
 from voxmma._dynamo import eager
 from voxmma._extension import _C
-from voxmma._types import as_tensor, integer
+from voxmma._types import Triple, as_tensor, integer, triple
 from voxmma.sparse.cached import Made, new_lock, refuse_capture
 
 if TYPE_CHECKING:
     from voxmma.dispatch.calls import Repeat
-    from voxmma.sparse.maps import Geometry, MapCore
+    from voxmma.sparse.ahead import Place
+    from voxmma.sparse.derive import Derived
+    from voxmma.sparse.keyed import Keyed
+    from voxmma.sparse.maps import Direction, Geometry, MapCore
 
 COORD_BITS = 18
 COORD_MIN = -(1 << (COORD_BITS - 1))
@@ -83,6 +86,24 @@ class _Index:
     lock: AbstractContextManager[Any] = field(default_factory=new_lock)
 
 
+class Repeated(NamedTuple):
+    """The distinct voxels of a set whose rows repeat some of them."""
+
+    sites: CoordSet
+    """sorted by (batch, x, y, z)"""
+    rows: Made
+    """(M,) int64 first row of each; (N,) int64 which of them each row is"""
+
+
+class _Full(NamedTuple):
+    """What a set of distinct voxels knows of the set with repeated rows, which holds it."""
+
+    set: weakref.ref[CoordSet]
+    made: Made
+    """its coordinates"""
+    rows: Made
+
+
 class Finer:
     """The finer set that a set was made from, and how: what a transposed layer goes back to.
 
@@ -103,19 +124,19 @@ class Finer:
         self.sides: dict[bool, Any] = {}
         """tensors of the map between the two, shared with its MapCore"""
         self._fine = weakref.ref(fine)
-        self._parts = (fine._made, fine.batch_size, fine._index, fine.finer)
+        self._parts = (fine._made, fine.batch_size, fine._index, fine.spatial_shape, fine.finer, fine._full)
 
     def get(self) -> CoordSet:
         """The finer set: the one it came from while that lives."""
         fine = self._fine()
         if fine is None:
-            made, batch_size, index, finer = self._parts
+            made, batch_size, index, shape, finer, full = self._parts
             with index.lock:
                 fine = self._fine()
                 if fine is None:
                     fine = CoordSet.__new__(CoordSet)
-                    fine._start(made, batch_size, index)
-                    fine.finer = finer
+                    fine._start(made, batch_size, index, shape)
+                    fine.finer, fine._full = finer, full
                     self._fine = weakref.ref(fine)
         return fine
 
@@ -144,21 +165,30 @@ class CoordSet:
             -131072..131071 (18 bits an axis), batch in 0..1022. No row twice. N may be 0.
         batch_size: number of samples, 0..1023; empty samples count. Default: largest batch index + 1 (0 when
             N = 0).
+        spatial_shape: one int or three (X, Y, Z), 1 to 131072: the coordinates lie in [0, X) x [0, Y) x
+            [0, Z), and what layers make of them stays within torch's output shape. Default: no borders.
+        duplicates: 'error' refuses a row that comes twice. 'keep' keeps them: layers then run on the distinct
+            voxels with the features of the first row of each, and every row gets its voxel's result; see
+            `repeated`.
 
     Raises:
         TypeError: `coords` is no tensor, or has a dtype other than int32 or int64; `batch_size` is no int.
         ValueError: wrong shape or device, a coordinate out of range, a batch index that is negative or not
-            below `batch_size`, or a duplicate. The message names the argument and the offending row (both
-            rows for duplicates).
+            below `batch_size`, outside of `spatial_shape`, or a duplicate. The message names the argument and
+            the offending row (both rows for duplicates).
 
     On a GPU construction reads a few numbers back to the host once (twice where the box around
     them has more than 2^28 cells, 2^24 for fewer than 65,536 voxels); nothing later does.
     """
 
+    sized = False
+    """whether the number of rows lies on the device, and `num` is a capacity: voxmma.engine"""
+
     __slots__ = (
         "__weakref__",
         "_claim",
         "_finer",
+        "_full",
         "_index",
         "_made",
         "_moved",
@@ -166,70 +196,218 @@ class CoordSet:
         "batch_size",
         "calls",
         "derived",
+        "keyed",
+        "levels",
         "maps",
         "own",
+        "place",
+        "repeated",
+        "spatial_shape",
         "traced",
     )
 
     batch_size: int
+    spatial_shape: Triple | None
+    """(X, Y, Z) of the grid that the coordinates lie in, from 0; None: a grid without borders"""
+    repeated: Repeated | None
+    """the distinct voxels, where rows repeat; maps and derived sets are theirs"""
     maps: dict[tuple[Any, ...], MapCore]
     """kernel maps built last, by kernel shape; one to another set leaves with it. See voxmma.kernel_map"""
     own: dict[Geometry, MapCore]
     """maps from the set to itself: torch.compile guards on keys, and these hold no id"""
+    place: Place | None
+    """among the sets of a network; see voxmma.sparse.ahead"""
     traced: bool
     """whether all its maps are inputs of a graph; see voxmma.export.mapped"""
     calls: dict[tuple[Any, ...], Repeat]
     """what was decided last for layers that ran on this set; see voxmma.dispatch.calls"""
-    derived: dict[tuple[Any, ...], CoordSet]
+    keyed: dict[str, Keyed]
+    """maps under keys of the caller's; see voxmma.sparse.keyed"""
+    levels: tuple[weakref.WeakValueDictionary[Triple, CoordSet], Triple] | None
+    """the sets of cells of all strides that were made from one set, by that stride, and this one's"""
+    derived: dict[Derived, CoordSet]
     """output sets of strided and generative layers made last; see voxmma.sparse.derive"""
 
-    def __init__(self, coords: torch.Tensor, batch_size: int | None = None) -> None:
+    def __init__(
+        self,
+        coords: torch.Tensor,
+        batch_size: int | None = None,
+        spatial_shape: int | Sequence[int] | None = None,
+        duplicates: str = "error",
+    ) -> None:
+        if duplicates not in ("error", "keep"):
+            raise ValueError(f"duplicates must be 'error' or 'keep', got {duplicates!r}")
         coords = as_tensor(coords, "coords")
         check_columns(coords)
         batch_size = check_batch_size(batch_size)
+        shape = check_spatial_shape(spatial_shape)
         if coords.is_cuda:
             refuse_capture("a coordinate set", coords.device)
         with torch.inference_mode(False), torch.no_grad():
             rows = narrow(coords)
             index = _C.index_coords(rows) if coords.is_cuda else None  # first: one event for all of it
-            self._start(Made((rows,), _COORDS), batch_size or 0)
+            self._start(Made((rows,), _COORDS), batch_size or 0, spatial_shape=shape)
             if index is None:
                 bad, duplicate, twin, largest_batch = self._index_cpu()
             else:
                 bad, duplicate, twin, largest_batch = self._index_cuda(*index)
         if bad >= 0:
             raise ValueError(explain_unpackable(bad, coords[bad].tolist()))
-        if duplicate >= 0:
+        if duplicate >= 0 and duplicates == "error":
             raise ValueError(
                 f"coords rows {twin} and {duplicate} are the same voxel {tuple(coords[twin].tolist())}; "
-                "Voxels(..., duplicates='mean'|'sum'|'max'|'first') merges duplicates"
+                "Voxels(..., duplicates='mean'|'sum'|'max'|'first') merges duplicates, 'keep' keeps them"
             )
         self.batch_size = resolve_batch_size(batch_size, largest_batch, self._coords[:, 0], "coords")
+        self._check_inside()
+        if duplicate >= 0:
+            self._split()
 
-    def _start(self, made: Made, batch_size: int, index: _Index | None = None) -> None:
+    def _start(
+        self, made: Made, batch_size: int, index: _Index | None = None, spatial_shape: Triple | None = None
+    ) -> None:
         self._made = made
         self._version = made._version
         self.batch_size = batch_size
+        self.spatial_shape = spatial_shape
         self.maps = {}
         self.own = {}
         self.traced = False
         self.derived = {}
+        self.keyed = {}
+        self.levels = None
         self.calls = {}
+        self.place = None
+        self.repeated = None
+        self._full: _Full | None = None
         self._finer: Finer | None = None
         self._claim: tuple[torch.Tensor, Finer] | None = None
         self._index = _Index() if index is None else index
         self._moved: dict[torch.device | str, weakref.ref[CoordSet]] = {}
 
     @classmethod
-    def trusted(cls, coords: torch.Tensor, batch_size: int, bounds: Bounds | None = None) -> CoordSet:
+    def trusted(
+        cls,
+        coords: torch.Tensor,
+        batch_size: int,
+        bounds: Bounds | None = None,
+        spatial_shape: Triple | None = None,
+        repeats: bool = False,
+    ) -> CoordSet:
         """A set of (N, 4) contiguous int32 `coords` known to be valid: nothing is checked or copied.
 
-        `bounds`, where they are known, save work when the set is indexed on a GPU.
+        `bounds`, where they are known, save work when the set is indexed on a GPU. `repeats`: rows may come
+        twice; that is looked for, and waits for a GPU.
         """
         made = cls.__new__(cls)
-        made._start(_made(coords), batch_size)
+        made._start(_made(coords), batch_size, spatial_shape=spatial_shape)
         made._index.bounds = bounds
+        if repeats and isinstance(coords, torch.Tensor):
+            made._split()
         return made
+
+    @classmethod
+    def of(
+        cls,
+        coords: torch.Tensor,
+        batch_size: int | None = None,
+        spatial_shape: int | Sequence[int] | None = None,
+        duplicates: str = "error",
+    ) -> CoordSet:
+        """The set of a tensor, arguments and errors as of the constructor: the same set, maps included, for
+        the same tensor object while a set of it lives and torch has not written into it.
+
+        `coords` of Voxels lead back to the set they are of. A write that torch does not count (through .data,
+        numpy or DLPack) is seen on a CPU, where the coordinates are compared, and not on a GPU.
+        """
+        if torch.compiler.is_compiling() or type(coords) is not torch.Tensor or coords.is_inference():
+            return cls(coords, batch_size, spatial_shape, duplicates)
+        if torch._C._are_functorch_transforms_active():
+            return cls(coords, batch_size, spatial_shape, duplicates)
+        samples, shape = check_batch_size(batch_size), check_spatial_shape(spatial_shape)
+        owner = _exposed.get(id(coords))
+        if owner is not None and owner._coords is coords and not owner._made.written:
+            fits = owner.batch_size == samples and owner.spatial_shape == shape
+            if fits and (owner.repeated is None or duplicates == "keep"):
+                return owner
+        state = coords._version, coords.data_ptr(), coords.shape, coords.stride()
+        known = _wrapped.get(id(coords))
+        if known is None or known.tensor() is not coords or known.state != state:
+            known = _wrapped[id(coords)] = _Wrapped(coords, state)
+        asked = samples, shape, duplicates
+        found = known.sets.get(asked)
+        whole = found is not None and not found._made.written
+        if found is not None and whole and (coords.is_cuda or bool((found._coords == coords).all())):
+            return found
+        made = known.sets[asked] = cls(coords, samples, shape, duplicates)
+        return made
+
+    # ---- repeated rows -------------------------------------------------------------------------------------
+
+    def _split(self) -> None:
+        """Finds the distinct voxels, and whether there are fewer than rows."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._index.hashed = None
+            keys, order = torch.sort(pack(self.coords), stable=True)
+            start = torch.ones_like(keys, dtype=torch.bool)
+            torch.ne(keys[1:], keys[:-1], out=start[1:])
+            first = order[start]
+            if len(first) == self.num:
+                return
+            place = torch.empty_like(order)
+            place[order] = torch.cumsum(start, 0) - 1
+            sites = CoordSet.trusted(
+                unpack(keys[start]), self.batch_size, self._index.bounds, self.spatial_shape
+            )
+            self._repeat(sites, Made((first, place), "the distinct rows of a coordinate set"))
+
+    def _repeat(self, sites: CoordSet, rows: Made) -> None:
+        self.repeated = Repeated(sites, rows)
+        sites._full = _Full(weakref.ref(self), self._made, rows)
+
+    def expand(self, feats: torch.Tensor) -> tuple[CoordSet, torch.Tensor]:
+        """The set with repeated rows that these are the distinct voxels of, and features (N, C) of it; this
+        set and `feats` where there is none."""
+        if self._full is None:
+            return self, feats
+        return self.full, gather_rows(feats, self._full.rows.get()[1])
+
+    def _rows(self, full: _Full) -> CoordSet:
+        made = full.set()
+        if made is None:
+            made = CoordSet.__new__(CoordSet)
+            made._start(full.made, self.batch_size, spatial_shape=self.spatial_shape)
+            made._index.bounds = self._index.bounds
+            made._repeat(self, full.rows)
+        return made
+
+    def with_spatial_shape(self, spatial_shape: int | Sequence[int] | None) -> CoordSet:
+        """A set of the same coordinates and index in a grid of this shape (None: without borders); itself
+        where it has this shape. Maps and sets made from it are its own.
+
+        Waits for a GPU only where the box around the coordinates is not known. TypeError or ValueError names
+        the argument, or the first row outside.
+        """
+        shape = check_spatial_shape(spatial_shape)
+        if shape == self.spatial_shape:
+            return self
+        made = CoordSet.__new__(CoordSet)
+        made._start(self._made, self.batch_size, self._index, shape)
+        made._check_inside()
+        made._finer, made._claim = self._finer, self._claim
+        if self.repeated is not None:
+            sites = CoordSet.__new__(CoordSet)
+            sites._start(self.sites._made, self.batch_size, self.sites._index, shape)
+            made._repeat(sites, self.repeated.rows)
+        return made
+
+    def _check_inside(self) -> None:
+        """ValueError names the first row outside of the grid."""
+        shape, box = self.spatial_shape, self._index.bounds
+        if shape is None or self.num == 0:
+            return
+        if box is None or min(box[1:4]) < 0 or any(n <= last for n, last in zip(shape, box[5:], strict=True)):
+            check_inside(self.coords, shape)  # the box may be larger than need be
 
     # ---- indexing ------------------------------------------------------------------------------------------
 
@@ -250,15 +428,7 @@ class CoordSet:
         batches, columns = low[0] >= 0 and high[0] <= BATCH_MAX, (min(low[1:]), max(high[1:]))
         if not batches or columns[0] < COORD_MIN or columns[1] > COORD_MAX:
             return first_unpackable(self._coords), -1, -1, -1
-        keys, order = self.sorted_keys()
-        repeated = torch.nonzero(keys[1:] == keys[:-1]).flatten() + 1
-        duplicate = twin = -1
-        if repeated.numel():
-            place = repeated[torch.argmin(order[repeated])]
-            duplicate = int(order[place])
-            twin = int(
-                order[torch.searchsorted(keys, keys[place])]
-            )  # stable sort: the first of the run is the winner
+        duplicate, twin = first_duplicate(*self.sorted_keys())
         self._index.bounds = (*low, *high)
         return -1, duplicate, twin, high[0]
 
@@ -295,8 +465,10 @@ class CoordSet:
     def hash_index(self) -> HashIndex:
         """The GPU index; RuntimeError where this build has no CUDA kernels, and when it was written to.
 
-        Never waits for the GPU.
+        Never waits for the GPU. ValueError for a set with repeated rows.
         """
+        if self.repeated is not None:
+            raise ValueError("the voxels have duplicates (duplicates='keep'): merge them first")
         return HashIndex(*self._of_index("hashed", self._hash, _HASHED))
 
     def _hash(self) -> tuple[torch.Tensor, ...]:
@@ -307,16 +479,36 @@ class CoordSet:
         self._index.hashed = Made((order, hash_blocks), _HASHED, self._made)
 
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
-        """Rows (M,) int64 of any (M, 4) integers on the same device, -1 where the set has none.
+        """Rows (M,) int64 of any (M, 4) integers on the same device, -1 where the set has none; the first
+        where it has several.
 
         Never waits for the GPU.
         """
+        if self.repeated is not None:
+            rows = self.repeated.sites.lookup(coords)
+            return torch.where(rows < 0, rows, self.repeated.rows.get()[0][rows.clamp(min=0)])
         if self.num and kernels_take(coords):
             return _C.lookup_rows(coords, *self.hash_index())
         space, batch = coords[:, 1:], coords[:, 0]
         packable = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)
         keys = pack(torch.where(packable.unsqueeze(1), coords, 0))
         return torch.where(packable, find_keys(keys, *self.sorted_keys()), -1)
+
+    def derive(self, key: Derived) -> CoordSet:
+        """Of a sized set: the output set of a layer."""
+        raise NotImplementedError
+
+    def plan(self, outputs: CoordSet, geometry: Geometry, reverse: bool) -> Direction:
+        """Of a sized set: one direction of the map to `outputs`."""
+        raise NotImplementedError
+
+    def dense(self, feats: torch.Tensor, shape: Triple, origin: Triple) -> torch.Tensor:
+        """Of a sized set: `Voxels.dense` of features on it."""
+        raise NotImplementedError
+
+    def tree(self) -> tuple[torch.Tensor, ...]:
+        """Of a sized set: the tree over its samples, with one more for what is behind the rows."""
+        raise NotImplementedError
 
     # ---- facts ---------------------------------------------------------------------------------------------
 
@@ -332,6 +524,13 @@ class CoordSet:
         (Writes through .data, numpy or DLPack go unseen. The maps and sets made before are then wrong.)
         """
         return self._made.get()[0]
+
+    def exposed(self) -> torch.Tensor:
+        """`coords`, which `of` leads back to this set from now on."""
+        coords = self.coords
+        if not torch.compiler.is_compiling():
+            _exposed[id(coords)] = self
+        return coords
 
     def use(self, made: Made) -> None:
         """What a repeated call does before it reads the map tensors `made`, at little cost."""
@@ -391,6 +590,16 @@ class CoordSet:
         return self._coords.shape[0]
 
     @property
+    def sites(self) -> CoordSet:
+        """The distinct voxels: another set only where rows repeat (duplicates='keep')."""
+        return self if self.repeated is None else self.repeated.sites
+
+    @property
+    def full(self) -> CoordSet:
+        """The set with repeated rows that these are the distinct voxels of; else this one."""
+        return self if self._full is None else self._rows(self._full)
+
+    @property
     def device(self) -> torch.device:
         return self._coords.device
 
@@ -413,16 +622,22 @@ class CoordSet:
         return self._index.bounds
 
     def equal(self, other: CoordSet) -> bool:
-        """True for the same set, and for one with the same rows in the same order and the same batch size."""
+        """True for the same set, and for one with the same rows in the same order, the same batch size and
+        the same grid."""
         if self is other:
             return True
         same_place = (
-            self.device == other.device and self.batch_size == other.batch_size and self.num == other.num
+            self.device == other.device
+            and self.batch_size == other.batch_size
+            and self.num == other.num
+            and self.spatial_shape == other.spatial_shape
         )
         return same_place and (self._coords is other._coords or torch.equal(self.coords, other.coords))
 
     def __repr__(self) -> str:
         facts = f"num={self.num}, batch_size={self.batch_size}, device='{self.device}', maps={len(self.maps)}"
+        if self.spatial_shape is not None:
+            facts += f", spatial_shape={self.spatial_shape}"
         return f"CoordSet({facts})"
 
     # ---- copies --------------------------------------------------------------------------------------------
@@ -436,6 +651,8 @@ class CoordSet:
         target = torch.empty(0, device=device, dtype=torch.uint8).device
         if target == self.device:
             return self
+        if self._full is not None:
+            return self.full.to(device, non_blocking).sites
         later = non_blocking and target.type != "cpu"
         return self._copied(
             target, lambda t: t.to(target, non_blocking=later), lambda fine: fine.to(target, non_blocking)
@@ -445,6 +662,8 @@ class CoordSet:
         """A page-locked copy, the same while it lives; itself when it is page-locked."""
         if self._coords.is_pinned():
             return self
+        if self._full is not None:
+            return self.full.pin_memory().sites
         return self._copied("pinned", torch.Tensor.pin_memory, CoordSet.pin_memory)
 
     def _copied(
@@ -462,7 +681,12 @@ class CoordSet:
             target = place if isinstance(place, torch.device) else self.device
             refuse_capture("a copy of a coordinate set", target)
             with torch.inference_mode(False), torch.no_grad():
-                made = CoordSet.trusted(copy(self.coords), self.batch_size, self._index.bounds)
+                facts = self.batch_size, self._index.bounds, self.spatial_shape
+                made = CoordSet.trusted(copy(self.coords), *facts)
+                if self.repeated is not None:
+                    sites = CoordSet.trusted(copy(self.repeated.sites.coords), *facts)
+                    rows = map(copy, self.repeated.rows.get())
+                    made._repeat(sites, Made(rows, self.repeated.rows.what))
             link = self.finer
             if link is not None:
                 made.finer = Finer(again(link.get()), *link.kind)
@@ -478,7 +702,8 @@ class CoordSet:
         """
         if coords is self._coords:
             return self
-        made = CoordSet.trusted(coords, self.batch_size)
+        repeats = self.repeated is not None
+        made = CoordSet.trusted(coords, self.batch_size, None, self.spatial_shape, repeats)
         if self._claim is not None:
             made._claim = self._claim
         elif self._finer is not None:
@@ -486,10 +711,12 @@ class CoordSet:
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.finer is None:
-            return CoordSet.trusted, (self.coords, self.batch_size, self._index.bounds)
+        if self._full is not None:
+            return _sites_of, (self.full,)
+        repeats = self.repeated is not None
+        parts = self.coords, self.batch_size, self._index.bounds, self.spatial_shape, repeats
         link = self.finer
-        return _restore, (self.coords, self.batch_size, self._index.bounds, link.get(), *link.kind)
+        return (CoordSet.trusted, parts) if link is None else (_restore, (*parts, link.get(), *link.kind))
 
     def __copy__(self) -> CoordSet:
         return self
@@ -499,12 +726,45 @@ class CoordSet:
 
 
 def _restore(
-    coords: torch.Tensor, batch_size: int, bounds: Bounds | None, fine: CoordSet, *kind: Any
+    coords: torch.Tensor,
+    batch_size: int,
+    bounds: Bounds | None,
+    spatial_shape: Triple | None,
+    repeats: bool,
+    fine: CoordSet,
+    *kind: Any,
 ) -> CoordSet:
     """Unpickles a set that is linked to a finer one."""
-    made = CoordSet.trusted(coords, batch_size, bounds)
+    made = CoordSet.trusted(coords, batch_size, bounds, spatial_shape, repeats)
     made.finer = Finer(fine, *kind)
     return made
+
+
+def _sites_of(full: CoordSet) -> CoordSet:
+    """Unpickles the distinct voxels of a set with repeated rows."""
+    return full.sites
+
+
+class _Wrapped:
+    """A tensor that sets were made of, and the sets, all held weakly."""
+
+    def __init__(self, tensor: torch.Tensor, state: tuple[Any, ...]) -> None:
+        key = id(tensor)
+
+        def forget(gone: weakref.ref[torch.Tensor]) -> None:
+            known = _wrapped.get(key)
+            if known is not None and known.tensor is gone:
+                _wrapped.pop(key, None)
+
+        self.tensor = weakref.ref(tensor, forget)
+        self.state = state
+        """version, address, shape and strides that the sets are of"""
+        self.sets: weakref.WeakValueDictionary[tuple[Any, ...], CoordSet] = weakref.WeakValueDictionary()
+
+
+_wrapped: dict[int, _Wrapped] = {}
+_exposed: weakref.WeakValueDictionary[int, CoordSet] = weakref.WeakValueDictionary()
+"""sets whose own coordinates were handed out, by the id of the tensor"""
 
 
 _COORDS = "the coordinates of a coordinate set"
@@ -526,12 +786,27 @@ def kernels_take(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and not torch._C._are_functorch_transforms_active()
 
 
+def gather_rows(feats: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """feats[rows] by the operator whose backward is deterministic on the device although rows repeat."""
+    return feats[rows] if feats.is_cuda else feats.index_select(0, rows)
+
+
 def find_keys(keys: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Rows (M,) int64 of packed `keys` (M,) in a set with sorted keys `ordered` of rows `row`, or -1."""
     if ordered.numel() == 0:
         return torch.full_like(keys, -1)
     place = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
     return torch.where(ordered[place] == keys, row[place], -1)
+
+
+def first_duplicate(keys: torch.Tensor, order: torch.Tensor) -> tuple[int, int]:
+    """The smallest row that repeats an earlier one, and the earliest such, of ascending keys and the row of
+    each, rows of a key ascending; -1, -1 where there is none."""
+    repeated = torch.nonzero(keys[1:] == keys[:-1]).flatten() + 1
+    if not repeated.numel():
+        return -1, -1
+    place = repeated[torch.argmin(order[repeated])]
+    return int(order[place]), int(order[torch.searchsorted(keys, keys[place])])
 
 
 def check_columns(coords: torch.Tensor) -> None:
@@ -559,6 +834,22 @@ def check_batch_size(batch_size: int | None) -> int | None:
     if not 0 <= made <= BATCH_MAX + 1:
         raise ValueError(f"batch_size must be in 0..{BATCH_MAX + 1}, got {batch_size}")
     return made
+
+
+def check_spatial_shape(spatial_shape: int | Sequence[int] | None) -> Triple | None:
+    """`spatial_shape` as a triple or None; TypeError or ValueError unless each axis is in 1..131072."""
+    return None if spatial_shape is None else triple(spatial_shape, "spatial_shape", 1, COORD_MAX + 1)
+
+
+def check_inside(coords: torch.Tensor, shape: Triple) -> None:
+    """ValueError names the first row of (N, 4) integer coordinates outside of [0, shape)."""
+    space = coords[:, 1:]
+    outside = ((space < 0) | (space >= torch.tensor(shape, dtype=coords.dtype, device=coords.device))).any(1)
+    if bool(outside.any()):
+        row = int(torch.nonzero(outside)[0])
+        raise ValueError(
+            f"coords row {row}, {tuple(coords[row].tolist())}, lies outside of spatial_shape {shape}"
+        )
 
 
 def resolve_batch_size(batch_size: int | None, largest: int, batch: torch.Tensor, name: str) -> int:

@@ -4,21 +4,21 @@ every device.
 Both rules are products of one rule an axis, so a voxel's candidates are the product of those along each axis.
 They become packed keys; repeats are dropped, on a CPU by sorting, on a GPU by a bitmap over the box that
 they can lie in (csrc/map/cells.cu), or by a hash table where that has more than 2^27 cells
-(csrc/map/derive.cu). One thing comes back to the host: how many there are. Work above `CHUNK` candidates is
-done in pieces, so that memory stays bounded by the result, one piece and the bitmap (48 MiB at most); with a
-hash table each piece reads its count back.
+(csrc/map/derive.cu). Candidates outside of a bounded grid are dropped as they are made. One thing comes back
+to the host: how many there are. Work above `CHUNK` candidates is done in pieces, so that memory stays bounded
+by the result, one piece and the bitmap (48 MiB at most); with a hash table each piece reads its count back.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from voxmma._dynamo import eager
 from voxmma._extension import _C
-from voxmma._types import positive
+from voxmma._types import Triple, positive
 from voxmma.sparse.cached import keep, refuse_capture
 from voxmma.sparse.coords import (
     _KEPT,
@@ -47,57 +47,138 @@ _Axis = tuple[torch.Tensor, torch.Tensor | None]
 def windows(fine: CoordSet, geometry: Geometry, max_voxels: int | None = None) -> CoordSet:
     """The sites whose kernel window holds a voxel of `fine`: o * stride - padding + k * dilation for some k.
 
-    The grid has no borders, so these are the non-zero outputs of a dense convolution of ones on a grid with
-    enough zeros around the voxels. Made once for `fine` and a geometry. The result remembers `fine` where the
-    stride is not 1 (`CoordSet.finer`).
+    Without a `spatial_shape` the grid has no borders, and these are the non-zero outputs of a dense
+    convolution of ones on a grid with enough zeros around the voxels. With one they are those within the
+    shape that torch's convolution has. Made once for `fine` and a geometry. The result remembers `fine` where
+    the stride is not 1 (`CoordSet.finer`).
 
-    Raises ValueError before more than `max_voxels` (default 2^26) come into being, and for sites outside the
-    packable range.
+    Raises ValueError before more than `max_voxels` (default 2^26) come into being, for sites outside the
+    packable range, and where the shape is none that can be.
     """
-    return _cached(fine, geometry, False, max_voxels)
+    return _cached(fine, Derived(geometry, False, windows_shape(fine.spatial_shape, geometry)), max_voxels)
 
 
-def children(coarse: CoordSet, geometry: Geometry, max_voxels: int | None = None) -> CoordSet:
-    """The sites that the voxels of `coarse` reach: o * stride - padding + k * dilation for every k.
+def children(
+    coarse: CoordSet,
+    geometry: Geometry,
+    max_voxels: int | None = None,
+    output_padding: Triple = (0, 0, 0),
+) -> CoordSet:
+    """The sites that the voxels of `coarse` reach: o * stride - padding + k * dilation for every k, within
+    the shape of torch's transposed convolution where `coarse` has a `spatial_shape`.
 
     Made once for `coarse` and a geometry. Raises as `windows`.
     """
-    return _cached(coarse, geometry, True, max_voxels)
+    shape = children_shape(coarse.spatial_shape, geometry, output_padding)
+    return _cached(coarse, Derived(geometry, True, shape), max_voxels)
 
 
-def _cached(source: CoordSet, geometry: Geometry, to_children: bool, max_voxels: int | None) -> CoordSet:
+def cells(fine: CoordSet, geometry: Geometry, max_voxels: int | None = None) -> CoordSet:
+    """The cells of a coarser grid that hold a voxel of `fine`, the one that its border cuts included.
+
+    `geometry`: kernel size and stride are those of a cell, without dilation and padding. Else as `windows`.
+    """
+    shape = cells_shape(fine.spatial_shape, geometry.stride)
+    return _cached(fine, Derived(geometry, False, shape), max_voxels)
+
+
+class Derived(NamedTuple):
+    """Which set another one makes: key of `CoordSet.derived`."""
+
+    geometry: Geometry
+    to_children: bool
+    shape: Triple | None
+    """of the grid that it lies in; None: no borders"""
+
+    def make(self, source: CoordSet) -> CoordSet:
+        """The set that `source` makes so, as it is cached."""
+        return _cached(source, self, None)
+
+    def link(self, source: CoordSet, made: CoordSet) -> None:
+        """Lets a coarser set remember the finer one."""
+        if not self.to_children and self.geometry.stride != (1, 1, 1):
+            made.finer = Finer(source, self.geometry)
+
+
+def windows_shape(shape: Triple | None, geometry: Geometry) -> Triple | None:
+    """floor((n + 2 * padding - dilation * (kernel_size - 1) - 1) / stride) + 1 per axis, as torch.nn.Conv3d.
+
+    ValueError where that is none, or more than can be packed.
+    """
+    if shape is None:
+        return None
+    x, y, z = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in zip(shape, *geometry, strict=True))
+    return _check_shape((x, y, z), shape, geometry)
+
+
+def children_shape(
+    shape: Triple | None, geometry: Geometry, output_padding: Triple = (0, 0, 0)
+) -> Triple | None:
+    """(n - 1) * stride - 2 * padding + dilation * (kernel_size - 1) + output_padding + 1 per axis, as
+    torch.nn.ConvTranspose3d.
+
+    ValueError where that is none, or more than can be packed.
+    """
+    if shape is None:
+        return None
+    x, y, z = (
+        (n - 1) * s - 2 * p + d * (k - 1) + more + 1
+        for n, k, s, d, p, more in zip(shape, *geometry, output_padding, strict=True)
+    )
+    return _check_shape((x, y, z), shape, geometry)
+
+
+def cells_shape(shape: Triple | None, stride: Triple) -> Triple | None:
+    """ceil(n / stride) per axis."""
+    if shape is None:
+        return None
+    x, y, z = (-(-n // s) for n, s in zip(shape, stride, strict=True))
+    return x, y, z
+
+
+def _check_shape(made: Triple, shape: Triple, geometry: Geometry) -> Triple:
+    if min(made) < 1 or max(made) > COORD_MAX + 1:
+        raise ValueError(
+            f"the layer ({_kernel(geometry)}) makes a grid of {made} out of spatial_shape {shape}: "
+            f"1 to {COORD_MAX + 1} cells an axis are possible"
+        )
+    return made
+
+
+def _cached(source: CoordSet, key: Derived, max_voxels: int | None) -> CoordSet:
     limit = check_max_voxels(max_voxels)
-    key = (geometry, to_children)
     _ = source.coords  # still what the cached sets were made of?
     made = source.derived.get(key)
     if made is None or made._made.written:
-        made = _made_once(source, geometry, to_children, limit)
-    if made.num > limit:
-        raise _too_many(made.num, limit, source.num)
+        made = _made_once(source, key, limit)
+    check_count(made.num, limit, source.num)
     return made
 
 
 @eager
-def _made_once(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
-    key = (geometry, to_children)
+def _made_once(source: CoordSet, key: Derived, limit: int) -> CoordSet:
     with source._index.lock:
         made = source.derived.get(key)
         if made is None or made._made.written:
             source.derived.pop(key, None)  # somebody wrote into its coordinates
-            made = _make(source, geometry, to_children, limit)
+            made = _make(source, key, limit)
             keep(source.derived, key, made, _KEPT["derived"])
+            if source.place is not None:
+                made.place = source.place.derived(made, key)
     return made
 
 
-def _make(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
+def _make(source: CoordSet, key: Derived, limit: int) -> CoordSet:
+    if source.sized:
+        return source.derive(key)
+    geometry = key.geometry
     if source.device.type == "cuda":
         refuse_capture(lambda: f"the output coordinates of a layer ({_kernel(geometry)})", source.device)
-        made = _make_cuda(source, geometry, to_children, limit)
+        made = _make_cuda(source, key, limit)
     else:
         with torch.inference_mode(False), torch.no_grad():
-            made = _make_cpu(source, geometry, to_children, limit)
-    if not to_children and geometry.stride != (1, 1, 1):
-        made.finer = Finer(source, geometry)
+            made = _make_cpu(source, key, limit)
+    key.link(source, made)
     return made
 
 
@@ -106,6 +187,13 @@ def check_max_voxels(max_voxels: int | None) -> int:
     if max_voxels is None:
         return DEFAULT_MAX_VOXELS
     return positive(max_voxels, "max_voxels")
+
+
+def check_count(count: int, max_voxels: int | None, source: int) -> None:
+    """ValueError where a layer makes more than `max_voxels` voxels out of `source`."""
+    limit = check_max_voxels(max_voxels)
+    if count > limit:
+        raise _too_many(count, limit, source)
 
 
 def _too_many(count: int, limit: int, source: int) -> ValueError:
@@ -124,31 +212,30 @@ def _kernel(geometry: Geometry) -> str:
     return f"kernel_size {size}, stride {stride}, dilation {dilation}, padding {padding}"
 
 
-def _make_cuda(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
+def _make_cuda(source: CoordSet, key: Derived, limit: int) -> CoordSet:
     """The output set and its index."""
-    bounds = reach(source.bounds, geometry, to_children)
+    bounds = reach(source.bounds, *key)
     coords, order, hash_blocks, count, outside = _C.derive_coords(
-        source.coords, *geometry, to_children, bounds, CHUNK, limit
+        source.coords, *key.geometry, key.to_children, key.shape or (), bounds, CHUNK, limit
     )
     if outside:
-        raise _outside(geometry)
+        raise _outside(key.geometry)
     if count > limit:
         raise _too_many(count, limit, source.num)
-    made = CoordSet.trusted(coords, source.batch_size, bounds)
+    made = CoordSet.trusted(coords, source.batch_size, bounds, key.shape)
     made._set_hashed(order, hash_blocks)
     return made
 
 
-def _make_cpu(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> CoordSet:
-    keys = _expand(source, geometry, to_children, limit)
-    bounds = reach(source.bounds, geometry, to_children)
-    made = CoordSet.trusted(unpack(keys), source.batch_size, bounds)
+def _make_cpu(source: CoordSet, key: Derived, limit: int) -> CoordSet:
+    keys = _expand(source, key, limit)
+    made = CoordSet.trusted(unpack(keys), source.batch_size, reach(source.bounds, *key), key.shape)
     made._set_sorted(keys, torch.arange(len(keys), device=keys.device))
     return made
 
 
-def reach(bounds: Bounds, geometry: Geometry, to_children: bool) -> Bounds:
-    """Bounds of the packable sites that voxels within `bounds` lead to."""
+def reach(bounds: Bounds, geometry: Geometry, to_children: bool, shape: Triple | None = None) -> Bounds:
+    """Bounds of the packable sites that voxels within `bounds` lead to, within `shape`."""
     low, high = [bounds[0]], [bounds[4]]
     for axis, (size, stride, dilation, padding) in enumerate(zip(*geometry, strict=True)):
         first, last = bounds[1 + axis], bounds[5 + axis]
@@ -157,19 +244,21 @@ def reach(bounds: Bounds, geometry: Geometry, to_children: bool) -> Bounds:
             first, last = first * stride - padding, last * stride - padding + span
         else:
             first, last = -((span - padding - first) // stride), (last + padding) // stride
-        low.append(min(max(first, COORD_MIN), COORD_MAX))
-        high.append(max(min(last, COORD_MAX), low[-1]))
+        start, end = (COORD_MIN, COORD_MAX) if shape is None else (0, shape[axis] - 1)
+        low.append(min(max(first, start), end))
+        high.append(max(min(last, end), low[-1]))
     return (*low, *high)
 
 
-def _expand(source: CoordSet, geometry: Geometry, to_children: bool, limit: int) -> torch.Tensor:
+def _expand(source: CoordSet, key: Derived, limit: int) -> torch.Tensor:
     """Packed keys of the output set, ascending."""
+    geometry, to_children, _ = key
     slots = math.prod(_slots(geometry, axis, to_children) for axis in range(3))
     rows = max(1, CHUNK // slots)
     keys = torch.empty(0, dtype=torch.int64, device=source.device)
     for begin in range(0, source.num, rows):
         coords = source.coords[begin : begin + rows]
-        found, outside = _distinct(_candidates(coords, geometry, to_children))
+        found, outside = _distinct(_candidates(coords, key))
         if begin and not outside:
             found, _ = _distinct(torch.cat([keys, found]))
         if outside:
@@ -195,8 +284,9 @@ def _distinct(keys: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return found[:count], bool(outside)
 
 
-def _candidates(coords: torch.Tensor, geometry: Geometry, to_children: bool) -> torch.Tensor:
+def _candidates(coords: torch.Tensor, made: Derived) -> torch.Tensor:
     """Packed keys of all candidates of (N, 4) coordinates, `_NONE` and `_OUTSIDE` where there is no key."""
+    geometry, to_children, grid = made
     shapes = ((-1, 1, 1), (1, -1, 1), (1, 1, -1))
     key = pack_batch(coords[:, 0]).view(-1, 1, 1, 1)
     exists: torch.Tensor | None = None
@@ -206,6 +296,9 @@ def _candidates(coords: torch.Tensor, geometry: Geometry, to_children: bool) -> 
         value, ok = rule(coords[:, 1 + axis].long().unsqueeze(1), geometry, axis)
         full = (len(coords), *shape)
         key = key + pack_axis(value, axis).view(full)
+        if grid is not None:
+            bounded = (value >= 0) & (value < grid[axis])
+            ok = bounded if ok is None else ok & bounded
         fits = ((value >= COORD_MIN) & (value <= COORD_MAX)).view(full)
         inside = fits if inside is None else inside & fits
         if ok is not None:

@@ -1,4 +1,4 @@
-"""Weighted sums of rows of features and their transpose, differentiable any number of times. GPU only."""
+"""Weighted sums of rows of features and their transpose, differentiable any number of times."""
 
 from __future__ import annotations
 
@@ -7,12 +7,62 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.functional import pad
 
 from voxmma._extension import _C
+from voxmma.sparse.coords import gather_rows, kernels_take
+
+
+def weighted(feats: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    """(M, C) in the dtype of feats: y[i] = sum over k of weights[i, k] * feats[rows[i, k]] for feats (N, C).
+
+    rows (M, K) integers, negative = none; weights (M, K) of any float dtype. Weights and sums are fp64 for
+    fp64 features, else fp32, added up serially in k: CPU and GPU give the same bits. Differentiable in feats,
+    deterministic.
+    """
+    if len(feats) and kernels_take(feats):
+        return Interpolate.apply(feats, *_corners(feats, rows, weights))
+    table = feats if len(feats) else feats.new_zeros((1, feats.shape[1])) + feats.sum(0)
+    # Rows without weight pick some row, each another one (equal ones would be added up one by one in the
+    # backward pass), and its value is masked, not multiplied: it may be inf or nan.
+    other = torch.arange(len(rows), device=feats.device) % len(table)
+    out = torch.zeros((len(rows), feats.shape[1]), dtype=_wide(feats), device=feats.device)
+    for found, share in zip(rows.long().unbind(1), weights.to(out.dtype).unbind(1), strict=True):
+        weight = torch.where(found >= 0, share, 0).unsqueeze(1)
+        picked = gather_rows(table, torch.where(found >= 0, found, other)).to(out.dtype)
+        out = out + torch.where(weight != 0, picked * weight, 0)
+    return out.to(feats.dtype)
+
+
+def spread_weighted(feats: Tensor, rows: Tensor, weights: Tensor, num: int) -> Tensor:
+    """The transpose of `weighted`: (num, C) sums of weights[i, k] * feats[i] at rows[i, k], for feats (M, C).
+
+    Sums in row order in fp64 for fp64 features, else in fp32, rounded once. Differentiable in feats.
+    """
+    if num and kernels_take(feats):
+        return Spread.apply(feats, *_corners(feats, rows, weights), num)
+    wide = _wide(feats)
+    total = torch.zeros((num + 1, feats.shape[1]), dtype=wide, device=feats.device)  # the last: none
+    for found, share in zip(rows.long().unbind(1), weights.to(wide).unbind(1), strict=True):
+        total = total.index_add(0, torch.where(found >= 0, found, num), feats.to(wide) * share.unsqueeze(1))
+    return total[:num].to(feats.dtype)
+
+
+def _corners(feats: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and weights as the kernels take them: one or eight a point, no row where there is no weight."""
+    room = 0 if rows.shape[1] in (1, 8) else -rows.shape[1] % 8
+    if rows.shape[1] + room > 8:
+        raise ValueError(f"rows must be (M, K) with K up to 8, got {tuple(rows.shape)}")
+    rows = pad(torch.where(weights != 0, rows, -1).int(), (0, room), value=-1)
+    return rows.contiguous(), pad(weights.to(_wide(feats)), (0, room)).contiguous()
+
+
+def _wide(feats: Tensor) -> torch.dtype:
+    return torch.float64 if feats.dtype == torch.float64 else torch.float32
 
 
 class Interpolate(Function):
-    """(M, C): y[i] = sum over k of weights[i, k] * feats[rows[i, k]] for feats (N, C), serially in k.
+    """`weighted` on a GPU, without a look at its arguments.
 
     rows (M, K) int32, -1 = none; weights (M, K) in fp64 for fp64 features, else in fp32, as are the sums.
     """

@@ -22,10 +22,21 @@ from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import Triple, triple
 from voxmma.sparse.cached import Made, keep, new_lock, refuse_capture
-from voxmma.sparse.coords import _KEPT, COORD_MAX, COORD_MIN, CoordSet, pack_axis, pack_batch
-from voxmma.sparse.derive import children, windows
+from voxmma.sparse.coords import (
+    _KEPT,
+    COORD_MAX,
+    COORD_MIN,
+    CoordSet,
+    Finer,
+    pack,
+    pack_axis,
+    pack_batch,
+    unpack,
+)
+from voxmma.sparse.derive import cells, cells_shape, check_count, children, windows
 
 if TYPE_CHECKING:
+    from voxmma.sparse.ahead import Wanted
     from voxmma.sparse.tensor import Voxels
 
 
@@ -73,6 +84,8 @@ class Direction:
         self.made = Made(tensors if stats is None else [*tensors, stats], "the tensors of a kernel map")
         self.counts: Made | None = None
         """KernelMap.counts, once asked for"""
+        self.wanted: Wanted | None = None
+        """why it was made before a layer asked for it"""
         self._num_pairs = num_pairs
         self._stats = stats
         self._lock = contextlib.nullcontext() if stats is None else new_lock()
@@ -298,7 +311,11 @@ class KernelMap:
 
     def _found(self) -> Direction:
         direction = self._core.sides.get(self.reverse)
-        return self._build() if direction is None else direction
+        if direction is None:
+            return self._build()
+        if direction.wanted is not None:
+            direction.wanted.taken = True
+        return direction
 
     @property
     def _owner(self) -> CoordSet:
@@ -314,7 +331,9 @@ class KernelMap:
             made = core.sides.get(self.reverse)
             if made is not None:
                 return made
-            if self.device.type == "cuda":
+            if self.in_coords.sized or self.out_coords.sized:
+                made = self.in_coords.plan(self.out_coords, core.geometry, self.reverse)
+            elif self.device.type == "cuda":
                 refuse_capture(self._what, self.device)
                 made = _build_cuda(self.in_coords, self.out_coords, core.geometry, self.reverse)
             else:
@@ -324,6 +343,8 @@ class KernelMap:
                         self.in_coords, self.out_coords, core.geometry, self.reverse, self.symmetric
                     )
             core.sides[self.reverse] = made
+            if self.in_coords.place is not None:
+                self.in_coords.place.mapped(self.out_coords.place, core, self.reverse, made)
             return made
 
     def _what(self) -> str:
@@ -511,6 +532,8 @@ def kernel_map(
     transposed: bool = False,
     generative: bool = False,
     max_voxels: int | None = None,
+    output_padding: int | Sequence[int] = 0,
+    outputs: str = "windows",
 ) -> KernelMap:
     """The kernel map of a convolution or pooling layer, built on first use and cached on a coordinate set.
 
@@ -520,9 +543,13 @@ def kernel_map(
 
     - `out_coords`, which with a stride remembers the inputs as its finer set when it has no other;
     - not transposed: with stride 1 the inputs themselves (submanifold); with another stride, or generative,
-      every site whose window holds an input (on a grid without borders);
+      every site whose window holds an input;
     - transposed: with stride 1 the inputs themselves; else, unless generative, the finer set that strided
       layers of this total stride made `in_coords` from; else every site that an input reaches.
+
+    With outputs='cells' a strided layer that is not generative makes the cells of the coarser grid that hold
+    an input instead, whatever its kernel: `voxmma.downsample`. Where `in_coords` has a `spatial_shape`, sites
+    outside of torch's output shape are left out; where it has none, the grid has no borders.
 
     Sets made here are sorted by (batch, x, y, z), and made once for an input set and a kernel. On a GPU that
     reads back how many they are; building a map reads back how large its plan is, unless little room is
@@ -537,41 +564,45 @@ def kernel_map(
         out_coords: output coordinates. Another object is another set, however equal.
         transposed, generative: see above.
         max_voxels: most voxels a set made here may have, default 2^26.
+        output_padding: 0 or more, one int or three: cells added to the far side of the `spatial_shape` that a
+            transposed layer makes.
+        outputs: 'windows' or 'cells', see above.
 
     Raises:
         TypeError, ValueError: naming the argument: wrong type, out of range, sets on two devices or of two
-            batch sizes; more than `max_voxels` outputs, before they come into being.
+            batch sizes; an output shape that cannot be; more than `max_voxels` outputs, before they come into
+            being.
         RuntimeError: the coordinates are on a GPU and this build has no CUDA kernels.
     """
     cubic = type(kernel_size) is type(dilation) is type(stride) is int and padding is None
     make = _cubic_geometry if cubic and not torch.compiler.is_compiling() else geometry_of
     geometry = make(kernel_size, dilation, stride, padding)
-    return map_over(in_coords, geometry, out_coords, transposed, generative, max_voxels)
+    source, more = _coord_set(in_coords, "in_coords"), output_padding_triple(output_padding)
+    target = None if out_coords is None else _coord_set(out_coords, "out_coords")
+    rule = check_outputs(outputs), max_voxels, more
+    return map_over(source, geometry, target, transposed, generative, *rule)
 
 
 def map_over(
-    in_coords: CoordSet | Voxels,
+    source: CoordSet,
     geometry: Geometry,
-    out_coords: CoordSet | Voxels | None,
+    out_coords: CoordSet | None,
     transposed: bool,
     generative: bool,
-    max_voxels: int | None,
+    outputs: str = "windows",
+    max_voxels: int | None = None,
+    output_padding: Triple = (0, 0, 0),
 ) -> KernelMap:
-    """`kernel_map` of a geometry that has been checked."""
-    source, step = _coord_set(in_coords, "in_coords"), geometry.stride
+    """`kernel_map` of arguments that have been checked."""
     flipped = False  # cached on the set that the other one was made from
+    source = source.sites
     if out_coords is not None:
-        target = _coord_set(out_coords, "out_coords")
-    elif step == (1, 1, 1) and not generative:
-        target = source
-    elif not transposed:
-        target = windows(source, geometry, max_voxels)
+        target = out_coords.sites
     else:
-        finer = None if generative else finer_set(source, step)
-        flipped = finer is None
-        target = children(source, geometry, max_voxels) if finer is None else finer
+        rule = outputs, max_voxels, output_padding
+        target, flipped = made_from(source, geometry, transposed, generative, *rule)
     if target is not source:
-        if out_coords is not None and not transposed and step != (1, 1, 1):
+        if out_coords is not None and not transposed and geometry.stride != (1, 1, 1):
             target.remember(source, geometry)
         if source.device != target.device:
             raise ValueError(f"out_coords is on {target.device}, in_coords is on {source.device}")
@@ -586,6 +617,28 @@ def map_over(
     if made.symmetric:
         made.reverse = False  # one direction serves both
     return made._built()
+
+
+def made_from(
+    source: CoordSet,
+    geometry: Geometry,
+    transposed: bool,
+    generative: bool,
+    outputs: str,
+    max_voxels: int | None,
+    output_padding: Triple,
+) -> tuple[CoordSet, bool]:
+    """The outputs of a layer on `source`, and whether the finer set was made out of the coarser one."""
+    if geometry.stride == (1, 1, 1) and not generative:
+        return source, False
+    if not transposed and outputs == "cells" and not generative:
+        return coarser_set(source, geometry.stride, max_voxels), False
+    if not transposed:
+        return windows(source, geometry, max_voxels), False
+    finer = None if generative else finer_set(source, geometry.stride)
+    if finer is not None:
+        return finer, False
+    return children(source, geometry, max_voxels, output_padding), True
 
 
 def geometry_of(
@@ -633,7 +686,8 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
-    """The set that strided layers of this total stride made `coarse` from, None when there is none.
+    """The set that strided layers of this total stride made `coarse` from, or of cells of which it holds
+    those (`coarser_set`); None when there is none.
 
     ValueError when there are several: `CoordSet.remember`.
     """
@@ -644,7 +698,7 @@ def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
     while total != stride:
         link = found.finer
         if link is None or any(t > s for t, s in zip(total, stride, strict=True)):
-            return None
+            return _finer_level(coarse, stride)
         if link.ambiguous:
             raise ValueError(
                 "strided layers on several inputs put their outputs on the coordinates of x (coords=...): "
@@ -655,12 +709,69 @@ def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
     return found
 
 
+def _finer_level(coarse: CoordSet, stride: Triple) -> CoordSet | None:
+    if coarse.levels is None:
+        return None
+    family, mine = coarse.levels
+    x, y, z = (m // s if m % s == 0 else 0 for m, s in zip(mine, stride, strict=True))
+    return family.get((x, y, z))
+
+
 def padding_triple(padding: int | Sequence[int] | None, size: Triple, dilation: Triple) -> Triple:
     """`padding` per axis, or its default: (size // 2) * dilation for odd sizes, 0 for even ones."""
     if padding is not None:
         return triple(padding, "padding", -MAX_OFFSET, MAX_OFFSET)
     x, y, z = (k // 2 * d if k % 2 else 0 for k, d in zip(size, dilation, strict=True))
     return x, y, z
+
+
+def coarser_set(source: CoordSet, stride: Triple, max_voxels: int | None = None) -> CoordSet:
+    """The cells of a grid coarser by `stride` that hold a voxel: one set for every total stride from the set
+    that the first of them was made from, by whatever steps.
+
+    Raises ValueError as `voxmma.sparse.derive.windows`.
+    """
+    if stride == (1, 1, 1) or torch.compiler.is_compiling():
+        return _cells(source, stride, max_voxels)
+    with source._index.lock:
+        if source.levels is None:
+            source.levels = weakref.WeakValueDictionary({(1, 1, 1): source}), (1, 1, 1)
+        family, mine = source.levels
+        x, y, z = (m * s for m, s in zip(mine, stride, strict=True))
+        made = family.get((x, y, z))
+        if made is None or made._made.written:
+            made = _cells(source, stride, max_voxels)
+            made.levels = family, (x, y, z)
+            family[x, y, z] = made
+        check_count(made.num, max_voxels, source.num)
+        return made
+
+
+def _cells(source: CoordSet, stride: Triple, max_voxels: int | None) -> CoordSet:
+    geometry = Geometry(stride, stride, (1, 1, 1), (0, 0, 0))
+    if max(stride) <= MAX_KERNEL:
+        return cells(source, geometry, max_voxels)
+    columns = zip(source.coords.unbind(1), (1, *stride), strict=True)
+    coarse = torch.stack([column.div(size, rounding_mode="floor") for column, size in columns], dim=1)
+    with torch.inference_mode(False), torch.no_grad():
+        rows = unpack(torch.unique(pack(coarse)))
+        made = CoordSet.trusted(
+            rows, source.batch_size, spatial_shape=cells_shape(source.spatial_shape, stride)
+        )
+    made.finer = Finer(source, geometry)
+    return made
+
+
+def check_outputs(outputs: str) -> str:
+    """`outputs`; ValueError unless it is 'windows' or 'cells'."""
+    if outputs not in ("windows", "cells"):
+        raise ValueError(f"outputs must be 'windows' or 'cells', got {outputs!r}")
+    return outputs
+
+
+def output_padding_triple(output_padding: int | Sequence[int]) -> Triple:
+    """`output_padding` per axis; TypeError or ValueError unless each is 0 or more."""
+    return triple(output_padding, "output_padding", 0, MAX_OFFSET)
 
 
 def neighbor_table(tensors: list[torch.Tensor], kernel_volume: int, n_out: int) -> torch.Tensor:
@@ -675,14 +786,14 @@ def neighbor_table(tensors: list[torch.Tensor], kernel_volume: int, n_out: int) 
 
 
 def _coord_set(value: CoordSet | Voxels, name: str) -> CoordSet:
-    coords = getattr(value, "coord_set", value)
+    coords = value if isinstance(value, CoordSet) else getattr(value, "coord_set", None)
     if not isinstance(coords, CoordSet):
         raise TypeError(f"{name} must be a CoordSet or a Voxels, got {type(value).__name__}")
-    return coords
+    return coords.sites
 
 
 @functools.lru_cache(maxsize=256)
-def _plan_rule(geometry: Geometry, reverse: bool) -> tuple[Any, ...]:
+def plan_rule(geometry: Geometry, reverse: bool) -> tuple[Triple, list[int], list[int], Triple, Triple]:
     """size, start, step, mul and div of `_C.build_plan`."""
     size, stride, dilation, padding = geometry
     sign = 1 if reverse else -1
@@ -696,35 +807,52 @@ def _build_cuda(in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, r
     in_order, hash_blocks = in_coords.hash_index()
     out_order = in_order if out_coords is in_coords else out_coords.hash_index().order
     *tensors, stats, pairs = _C.build_plan(
-        out_coords.coords, out_order, hash_blocks, in_order, *_plan_rule(geometry, reverse)
+        out_coords.coords, out_order, hash_blocks, in_order, *plan_rule(geometry, reverse)
     )
-    tensors.append(_size(in_coords, out_coords))
+    tensors.append(size_tensor(in_coords._coords, out_coords._coords))
     return Direction(tensors, None, stats) if pairs < 0 else Direction(tensors, pairs)
 
 
-def _size(in_coords: CoordSet, out_coords: CoordSet) -> torch.Tensor:
+def size_tensor(in_coords: torch.Tensor, out_coords: torch.Tensor) -> torch.Tensor:
     """What tells the ops, by its shape alone, between how many rows a map leads."""
-    return _C.map_size(in_coords._coords, in_coords.num, out_coords.num)
+    return _C.map_size(in_coords, len(in_coords), len(out_coords))
 
 
 def _build_cpu(
     in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, reverse: bool, symmetric: bool
 ) -> Direction:
-    """Binary searches of all output rows per offset, in sorted order so that they share cache lines.
+    """A symmetric map searches half its offsets; the other half holds the same pairs the other way round."""
+    out_row = out_coords.sorted_keys()[1]
+    tensors = cpu_pairs(
+        *in_coords.sorted_keys(), out_row, out_coords.coords, geometry, reverse, symmetric=symmetric
+    )
+    return Direction([*tensors, size_tensor(in_coords._coords, out_coords._coords)], len(tensors[0]))
 
-    A symmetric map searches half its offsets; the other half holds the same pairs the other way round.
+
+def cpu_pairs(
+    ordered: torch.Tensor,
+    in_row: torch.Tensor,
+    out_row: torch.Tensor,
+    out_coords: torch.Tensor,
+    geometry: Geometry,
+    reverse: bool,
+    *,
+    symmetric: bool = False,
+) -> list[torch.Tensor]:
+    """in_rows, out_rows and kptr of a map on a CPU: binary searches of the output rows `out_row` per offset.
+
+    `ordered` are the inputs' ascending keys, `in_row` the row of each. `out_row` comes in the order of the
+    outputs' keys, so that searches share cache lines.
     """
     one = (1, 1, 1)
     mul, div = (one, geometry.stride) if reverse else (geometry.stride, one)
     offsets = geometry.offsets(reverse)
-    ordered, in_row = in_coords.sorted_keys()
+    n_in, n_out = len(ordered), len(out_row)
+    in_order = ordered
     ordered = torch.cat(
         [ordered, ordered.new_zeros(1)]
     )  # searches that run off the end find something to read
-    n_in, n_out = in_coords.num, out_coords.num
-    in_order = ordered[:n_in]
-    out_row = out_coords.sorted_keys()[1]
-    coords = out_coords.coords[out_row]
+    coords = out_coords[out_row]
     batch, *columns = coords.long().unbind(1)
     axes = [
         {add: _axis_query(column, mul[axis], add, div[axis], axis) for add in {o[axis] for o in offsets}}
@@ -734,7 +862,7 @@ def _build_cpu(
     batch = pack_batch(batch)
     key, place, seen = (torch.empty(n_out, dtype=torch.int64, device=batch.device) for _ in range(3))
     hit = torch.empty(n_out, dtype=torch.bool, device=batch.device)
-    neighbour = torch.empty(n_out, dtype=torch.int64, device=batch.device)
+    neighbour = torch.empty(len(out_coords), dtype=torch.int64, device=batch.device)
     in_rows: list[torch.Tensor] = []
     out_rows: list[torch.Tensor] = []
     for k, offset in enumerate(offsets):
@@ -758,8 +886,7 @@ def _build_cpu(
         in_rows.append(neighbour[out_rows[-1]])
     kptr = [0, *itertools.accumulate(len(rows) for rows in out_rows)]
     starts = torch.tensor(kptr, dtype=torch.int64, device=coords.device)
-    tensors = [torch.cat(in_rows), torch.cat(out_rows), starts, _size(in_coords, out_coords)]
-    return Direction(tensors, kptr[-1])
+    return [torch.cat(in_rows), torch.cat(out_rows), starts]
 
 
 def _axis_query(

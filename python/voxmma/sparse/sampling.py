@@ -12,7 +12,7 @@ from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import as_tensor
 from voxmma.sparse.coords import COORD_MAX, kernels_take
-from voxmma.sparse.interpolate import Interpolate
+from voxmma.sparse.interpolate import Interpolate, weighted
 from voxmma.sparse.points import (
     FEATURE_DTYPES,
     check_batch,
@@ -80,6 +80,7 @@ def devoxelise(
     """
     if mode not in ("nearest", "trilinear"):
         raise ValueError(f"mode must be 'nearest' or 'trilinear', got {mode!r}")
+    x = x.sites()
     points, batch_index = tensors(points, "points"), as_tensor(batch_index, "batch_index")
     nothing: torch.Tensor | list[torch.Tensor]
     if one := isinstance(points, torch.Tensor):
@@ -118,17 +119,8 @@ def devoxelise(
         weights.append(torch.where(rows[-1] >= 0, share, 0))
     total = functools.reduce(torch.add, weights)  # one after another, as the kernel does
     total = torch.where(total > 0, total, 1)
-    feats = x.feats if x.num_voxels else x.feats.new_zeros((1, x.feats.shape[1])) + x.feats.sum(0)
-    compute = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    # Rows without weight pick some row, each another one (equal ones would be added up one by one in the
-    # backward pass), and its value is masked, not multiplied: it may be inf or nan.
-    other = torch.arange(len(points), device=x.device) % len(feats)
-    out = torch.zeros((len(points), feats.shape[1]), dtype=compute, device=x.device)
-    for found, share in zip(rows, weights, strict=True):
-        picked = _gather(feats, torch.where(found >= 0, found, other)).to(compute)
-        weight = (share / total).to(compute).unsqueeze(1)
-        out = out + torch.where(weight > 0, picked * weight, 0)
-    return out.to(x.dtype)
+    shares = torch.stack(weights, dim=1) / total.unsqueeze(1)
+    return weighted(x.feats, torch.stack(rows, dim=1), shares)
 
 
 @eager
@@ -146,8 +138,3 @@ def _locate(
         points, batch, x.batch_size, *grid, x.stride, trilinear, *x.coord_set.hash_index(), wide
     )
     return (rows, weights) if valid else None
-
-
-def _gather(feats: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """feats[rows] by the operator whose backward is deterministic on the device although rows repeat."""
-    return feats[rows] if feats.is_cuda else feats.index_select(0, rows)

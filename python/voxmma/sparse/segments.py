@@ -19,27 +19,43 @@ WHAT = "the tree over the samples of a coordinate set"
 
 @eager
 def _build(coords: CoordSet) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(row indices, start of each block among them) of every level of the tree, both int64."""
+    """The levels of the tree over the samples of `coords`."""
     with torch.inference_mode(False), torch.no_grad():
-        samples, device = coords.batch_size, coords.device
-        size = coords.counts
-        rows = torch.sort(coords.coords[:, 0], stable=True).indices
-        longest, total = coords.num, coords.num  # bounds the host knows without asking the device
-        levels = []
-        while True:
-            last = longest <= BLOCK
-            blocks = torch.ones_like(size) if last else ((size + BLOCK - 1) // BLOCK).clamp(min=1)
-            count = samples if last else total // BLOCK + samples  # at least blocks.sum()
-            block = torch.arange(count, device=device)
-            ends = torch.cumsum(blocks, 0)
-            sample = torch.searchsorted(ends, block, right=True).clamp(max=samples - 1)
-            first, start = ends - blocks, torch.cumsum(size, 0) - size
-            inside = torch.minimum((block - first[sample]) * BLOCK, size[sample])
-            levels.append((rows, start[sample] + inside))
-            if last:
-                return levels
-            size, longest, total = blocks, -(-longest // BLOCK), count
-            rows = block
+        return levels(coords.coords[:, 0], coords.counts)
+
+
+def levels(
+    batch: torch.Tensor, size: torch.Tensor, depth: int | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(row indices, start of each block among them) of every level of the tree, both int64.
+
+    batch: (N,) sample of each row. size: (samples,) int64 rows of each. depth: number of levels, those after
+    the tree's own change nothing; ValueError where it has more.
+    """
+    samples, device = len(size), size.device
+    rows = torch.sort(batch, stable=True).indices
+    longest, total = len(batch), len(batch)  # bounds the host knows without asking the device
+    made: list[tuple[torch.Tensor, torch.Tensor]] = []
+    while True:
+        last = longest <= BLOCK
+        blocks = torch.ones_like(size) if last else ((size + BLOCK - 1) // BLOCK).clamp(min=1)
+        count = samples if last else total // BLOCK + samples  # at least blocks.sum()
+        block = torch.arange(count, device=device)
+        ends = torch.cumsum(blocks, 0)
+        sample = torch.searchsorted(ends, block, right=True).clamp(max=samples - 1)
+        first, start = ends - blocks, torch.cumsum(size, 0) - size
+        inside = torch.minimum((block - first[sample]) * BLOCK, size[sample])
+        made.append((rows, start[sample] + inside))
+        if last:
+            break
+        size, longest, total = blocks, -(-longest // BLOCK), count
+        rows = block
+    if depth is not None and len(made) > depth:
+        raise ValueError(f"{len(batch):,} rows take a tree of {len(made)} levels, {depth} are possible")
+    for _ in range((depth or 0) - len(made)):
+        same = torch.arange(samples, device=device)
+        made.append((same, same.clone()))
+    return made
 
 
 def tree(coords: CoordSet) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -48,7 +64,11 @@ def tree(coords: CoordSet) -> list[tuple[torch.Tensor, torch.Tensor]]:
     Rows of the first level are rows of `coords`, those of the next are blocks of the level before; blocks of
     the last are the samples. No block is longer than 64 rows. Built once. Needs batch_size > 0.
     """
-    tensors = coords._of_index("segments", lambda: tuple(t for level in _build(coords) for t in level), WHAT)
+
+    def make() -> tuple[torch.Tensor, ...]:
+        return coords.tree() if coords.sized else tuple(t for level in _build(coords) for t in level)
+
+    tensors = coords._of_index("segments", make, WHAT)
     return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
@@ -65,7 +85,7 @@ class _SampleSum(torch.autograd.Function):
             return values.new_zeros((0, values.shape[1]), dtype=_wide(values.dtype))
         for rows, starts in tree(coords):
             values = torch.ops.voxmma.segment_sum(values, rows, starts)
-        return values
+        return values[: coords.batch_size] if coords.sized else values
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -122,4 +142,4 @@ def sample_argmax(values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
     for rows, starts in tree(coords):
         winner = torch.ops.voxmma.segment_argmax(values, winner, rows, starts)
     assert winner is not None
-    return winner
+    return winner[: coords.batch_size] if coords.sized else winner

@@ -6,10 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from voxmma._types import as_tensor, triple
+from voxmma._types import Triple, as_tensor, triple
 from voxmma.sparse.coords import CoordSet, check_columns, find_keys, pack, unpack
-from voxmma.sparse.derive import DEFAULT_MAX_VOXELS, windows
-from voxmma.sparse.maps import MAX_KERNEL, MAX_STRIDE, Geometry, _coord_set
+from voxmma.sparse.derive import DEFAULT_MAX_VOXELS
+from voxmma.sparse.maps import (
+    MAX_STRIDE,
+    _coord_set,
+    check_outputs,
+    coarser_set,
+    geometry_of,
+    made_from,
+    output_padding_triple,
+)
 from voxmma.sparse.tensor import Voxels
 
 # ---- sets from sets ----------------------------------------------------------------------------------------
@@ -19,27 +27,46 @@ def downsample(coords: CoordSet | Voxels, stride: int | Sequence[int]) -> CoordS
     """The cells of a grid coarser by `stride` (one int or three, 1 to 4096) that hold a voxel.
 
     Coordinates are divided and rounded down, negative ones too: -1 at stride 2 lies in cell -1. Sorted by
-    (batch, x, y, z). Up to stride 9 it is made once, and shared with unpadded layers of that kernel size and
-    stride. TypeError or ValueError names the argument.
+    (batch, x, y, z). It is one set as long as it lives (up to stride 9 as long as `coords` does): the same
+    for steps 2, 2 and for 4, for layers with outputs='cells', and up to 9 for unpadded layers of that kernel
+    size and stride, in a bounded grid where it divides the shape. TypeError or ValueError names the argument.
     """
     source = _coord_set(coords, "coords")
     step = triple(stride, "stride", 1, MAX_STRIDE)
-    if max(step) <= MAX_KERNEL and source.num <= DEFAULT_MAX_VOXELS:  # a layer without overlap makes this set
-        return windows(source, Geometry(step, step, (1, 1, 1), (0, 0, 0)))
-    columns = zip(source.coords.unbind(1), (1, *step), strict=True)
-    coarse = torch.stack([column.div(size, rounding_mode="floor") for column, size in columns], dim=1)
-    return _from_keys(pack(coarse), source.batch_size)
+    return coarser_set(source, step, max(source.num, DEFAULT_MAX_VOXELS))
+
+
+def output_coords(
+    coords: CoordSet | Voxels,
+    kernel_size: int | Sequence[int],
+    *,
+    dilation: int | Sequence[int] = 1,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | None = None,
+    transposed: bool = False,
+    generative: bool = False,
+    max_voxels: int | None = None,
+    output_padding: int | Sequence[int] = 0,
+    outputs: str = "windows",
+) -> CoordSet:
+    """The coordinates that a layer with these arguments makes, without its kernel map: the very set that the
+    layer will put its result on. Arguments and errors as of `kernel_map`.
+    """
+    geometry = geometry_of(kernel_size, dilation, stride, padding)
+    rule = check_outputs(outputs), max_voxels, output_padding_triple(output_padding)
+    return made_from(_coord_set(coords, "coords"), geometry, transposed, generative, *rule)[0].full
 
 
 def union(*coords: CoordSet | Voxels) -> CoordSet:
     """The voxels of at least one of the sets, sorted; the set itself when all are one and the same object.
 
-    ValueError names the argument whose device or batch size differs from the first.
+    ValueError names the argument whose device, batch size or spatial shape differs from the first.
     """
     sets = _alike(coords)
     if all(other is sets[0] for other in sets):
         return sets[0]
-    return _from_keys(torch.cat([pack(s.coords) for s in sets]), sets[0].batch_size)
+    keys = torch.cat([pack(s.coords) for s in sets])
+    return _from_keys(keys, sets[0].batch_size, sets[0].spatial_shape)
 
 
 def intersection(*coords: CoordSet | Voxels) -> CoordSet:
@@ -51,7 +78,7 @@ def intersection(*coords: CoordSet | Voxels) -> CoordSet:
     common = torch.ones_like(keys, dtype=torch.bool)
     for other in sets[1:]:
         common &= find_keys(keys, *other.sorted_keys()) >= 0
-    return CoordSet.trusted(unpack(keys[common]), sets[0].batch_size)
+    return CoordSet.trusted(unpack(keys[common]), sets[0].batch_size, spatial_shape=sets[0].spatial_shape)
 
 
 def lookup(coords: CoordSet | Voxels, query: torch.Tensor) -> torch.Tensor:
@@ -60,7 +87,9 @@ def lookup(coords: CoordSet | Voxels, query: torch.Tensor) -> torch.Tensor:
     A query may hold anything, repeated rows, coordinates and samples out of range included; those are
     absent. No host synchronisation. TypeError or ValueError names what is wrong with `query`.
     """
-    source, query = _coord_set(coords, "coords"), as_tensor(query, "query")
+    _coord_set(coords, "coords")
+    source = coords if isinstance(coords, CoordSet) else coords.coord_set  # with the rows that repeat
+    query = as_tensor(query, "query")
     try:
         check_columns(query)
     except (TypeError, ValueError) as error:
@@ -75,16 +104,16 @@ def _alike(coords: Sequence[CoordSet | Voxels]) -> list[CoordSet]:
         raise ValueError("coords must be at least one coordinate set")
     sets = [_coord_set(c, f"coords[{i}]") for i, c in enumerate(coords)]
     for i, s in enumerate(sets):
-        for name in ("device", "batch_size"):
+        for name in ("device", "batch_size", "spatial_shape"):
             mine, first = getattr(s, name), getattr(sets[0], name)
             if mine != first:
                 raise ValueError(f"coords[{i}] has {name} {mine}, coords[0] has {first}")
     return sets
 
 
-def _from_keys(keys: torch.Tensor, batch_size: int) -> CoordSet:
+def _from_keys(keys: torch.Tensor, batch_size: int, spatial_shape: Triple | None) -> CoordSet:
     with torch.inference_mode(False), torch.no_grad():
-        return CoordSet.trusted(unpack(torch.unique(keys)), batch_size)
+        return CoordSet.trusted(unpack(torch.unique(keys)), batch_size, spatial_shape=spatial_shape)
 
 
 # ---- rows of voxels ----------------------------------------------------------------------------------------
@@ -100,7 +129,9 @@ def prune(x: Voxels, mask: torch.Tensor) -> Voxels:
             f"mask must be ({x.num_voxels},) on {x.device}, got {tuple(mask.shape)} on {mask.device}"
         )
     rows = torch.nonzero(mask).flatten()
-    return Voxels(CoordSet.trusted(x.coords[rows], x.batch_size), x.feats[rows], stride=x.stride)
+    repeats = x.coord_set.repeated is not None
+    coords = CoordSet.trusted(x.coords[rows], x.batch_size, None, x.spatial_shape, repeats)
+    return Voxels(coords, x.feats[rows], stride=x.stride)
 
 
 def crop(x: Voxels, low: int | Sequence[int], high: int | Sequence[int]) -> Voxels:
@@ -123,6 +154,7 @@ def unique(
     *,
     batch_size: int | None = None,
     stride: int | Sequence[int] = 1,
+    spatial_shape: int | Sequence[int] | None = None,
 ) -> Voxels:
     """Voxels of coordinates (N, 4) that may repeat, their features (N, C) merged, sorted.
 
@@ -131,4 +163,4 @@ def unique(
     """
     if reduce == "error":
         raise ValueError("reduce must be 'mean', 'sum', 'max', 'min' or 'first', got 'error'")
-    return Voxels(coords, feats, batch_size, stride, duplicates=reduce)
+    return Voxels(coords, feats, batch_size, stride, duplicates=reduce, spatial_shape=spatial_shape)

@@ -11,7 +11,17 @@ import torch
 import torch.utils._pytree as pytree
 
 from voxmma._types import Triple, as_tensor, integer, positive_triple, three_integers
-from voxmma.sparse.coords import BATCH_MAX, COORD_MAX, COORD_MIN, CoordSet, check_columns
+from voxmma.sparse.coords import (
+    BATCH_MAX,
+    COORD_MAX,
+    COORD_MIN,
+    CoordSet,
+    check_columns,
+    check_inside,
+    check_spatial_shape,
+    gather_rows,
+)
+from voxmma.sparse.keyed import MapsByKey
 from voxmma.sparse.points import FEATURE_DTYPES, REDUCTIONS, Number, merge, quantize
 
 if TYPE_CHECKING:
@@ -41,19 +51,24 @@ class Voxels:
 
     Args:
         coords: (N, 4) int32 or int64 rows (batch, x, y, z); see CoordSet for the ranges. A CoordSet is shared
-            as it is. N may be 0. The row order is kept. Here and wherever coordinates, points and their
-            features are taken, a numpy array stands for the CPU tensor that shares its memory.
+            as it is, and so is the set of a tensor that was wrapped before (`CoordSet.of`). N may be 0. The
+            row order is kept. Here and wherever coordinates, points and their features are taken, a numpy
+            array stands for the CPU tensor that shares its memory.
         feats: (N, C) fp16, bf16, fp32 or fp64 on the device of `coords`, any strides.
         batch_size: number of samples, empty ones included. Default: largest batch index + 1.
         stride: tensor stride per axis, one int or three: a record of how coarse the grid is. Coordinates at a
             coarser level are grid coordinates of that level, that is, already divided.
         duplicates: 'error' refuses a coordinate that comes twice; 'mean', 'sum', 'max', 'min' or 'first'
             (smallest row) merges its features, and the voxels come out sorted by (batch, x, y, z), duplicates
-            or not.
+            or not. 'keep' keeps all rows as they are: layers and pooling see the first row of each voxel, and
+            every row of it gets the result; what works row by row works on all.
+        spatial_shape: one int or three (X, Y, Z): the voxels lie in a grid of this shape from 0 on, and what
+            layers make of them in that of torch's output shape; see `CoordSet`. Default: no borders.
 
     Raises:
         TypeError, ValueError: naming the argument and the offending row: wrong type, dtype, shape or device,
-            numbers of rows that differ, coordinates or batch indices out of range, duplicates.
+            numbers of rows that differ, coordinates or batch indices out of range or outside of the grid,
+            duplicates.
 
     Equality is identity. Supports `torch.save`, pickle, deepcopy (coordinates are shared) and torch's pytree.
     """
@@ -74,25 +89,30 @@ class Voxels:
         batch_size: int | None = None,
         stride: int | Sequence[int] = 1,
         duplicates: str = "error",
+        spatial_shape: int | Sequence[int] | None = None,
     ) -> None:
-        if duplicates not in ("error", *REDUCTIONS):
+        if duplicates not in ("error", "keep", *REDUCTIONS):
             raise ValueError(
-                f"duplicates must be 'error', {', '.join(map(repr, REDUCTIONS))}, got {duplicates!r}"
+                f"duplicates must be 'error', 'keep', {', '.join(map(repr, REDUCTIONS))}, got {duplicates!r}"
             )
         feats = as_tensor(feats, "feats")
         if isinstance(coords, CoordSet):
             if batch_size is not None and integer(batch_size) != coords.batch_size:
                 raise ValueError(f"batch_size is {batch_size}, the CoordSet has {coords.batch_size}")
             _check_feats(feats, coords.num, coords.device)
-            coord_set = coords
+            coord_set = coords if spatial_shape is None else coords.with_spatial_shape(spatial_shape)
         else:
             rows: torch.Tensor = as_tensor(coords, "coords")
             check_columns(rows)
             _check_feats(feats, rows.shape[0], rows.device)
-            if duplicates == "error":
-                coord_set = CoordSet(rows, batch_size)
+            if duplicates in ("error", "keep"):
+                coord_set = CoordSet.of(rows, batch_size, spatial_shape, duplicates)
             else:
+                shape = check_spatial_shape(spatial_shape)
+                if shape is not None:
+                    check_inside(rows, shape)
                 coord_set, feats = merge(rows, feats, batch_size, duplicates)
+                coord_set.spatial_shape = shape
         self._start(coord_set, feats, positive_triple(stride, "stride"))
 
     def _start(
@@ -139,7 +159,7 @@ class Voxels:
     @property
     def coords(self) -> torch.Tensor:
         """(N, 4) int32 batch, x, y, z, contiguous; to be read only, see `CoordSet.coords`."""
-        return self._coord_set.coords
+        return self._coord_set.exposed()
 
     @property
     def feats(self) -> torch.Tensor:
@@ -154,6 +174,16 @@ class Voxels:
     def stride(self) -> Triple:
         """Tensor stride per axis."""
         return self._stride
+
+    @property
+    def spatial_shape(self) -> Triple | None:
+        """(X, Y, Z) of the grid that the voxels lie in; None: a grid without borders."""
+        return self._coord_set.spatial_shape
+
+    @property
+    def maps(self) -> MapsByKey:
+        """The kernel maps from and to these voxels that layers with a `map_key` ran over, by that key."""
+        return MapsByKey(self._coord_set.sites)
 
     @property
     def counts(self) -> torch.Tensor:
@@ -193,18 +223,33 @@ class Voxels:
         return True
 
     def __repr__(self) -> str:
+        shape = "" if self.spatial_shape is None else f", spatial_shape={self.spatial_shape}"
         return (
             f"Voxels(num_voxels={self.num_voxels}, channels={self._feats.shape[1]}, dtype={self.dtype}, "
-            f"device='{self.device}', batch_size={self.batch_size}, stride={self._stride})"
+            f"device='{self.device}', batch_size={self.batch_size}, stride={self._stride}{shape})"
         )
 
     # ---- same coordinates ----------------------------------------------------------------------------------
+
+    def sites(self) -> Voxels:
+        """What layers see: the distinct voxels with the features of the first row of each; itself unless rows
+        repeat (duplicates='keep')."""
+        repeated = self._coord_set.repeated
+        if repeated is None:
+            return self
+        feats = gather_rows(self._feats, repeated.rows.get()[0])
+        return Voxels._make(repeated.sites, feats, self._stride)
 
     def with_feats(self, feats: torch.Tensor) -> Voxels:
         """Other features (N, C') on the same coordinates. TypeError or ValueError as in the constructor."""
         feats = as_tensor(feats, "feats")
         _check_feats(feats, self._coord_set.num, self._coord_set.device)
         return Voxels._make(self._coord_set, feats, self._stride)
+
+    def with_spatial_shape(self, spatial_shape: int | Sequence[int] | None) -> Voxels:
+        """The same voxels in a grid of this shape; see `CoordSet.with_spatial_shape`."""
+        coord_set = self._coord_set.with_spatial_shape(spatial_shape)
+        return Voxels._make(coord_set, self._feats, self._stride, self._record, self._applied)
 
     def to(self, *args: Any, **kwargs: Any) -> Voxels:
         """Features to a dtype, everything to a device; arguments as in `torch.Tensor.to`. Coordinates stay
@@ -254,7 +299,7 @@ class Voxels:
         this one's row order.
 
         Coordinates are equal when they are the same set or hold the same voxels, in whatever row order.
-        ValueError otherwise, or when batch size, stride or device differ.
+        ValueError otherwise, or when batch size, stride, spatial shape or device differ.
         """
         if _is_number(other):
             return self._after(self._feats + other, f"+ {other}")
@@ -297,12 +342,14 @@ class Voxels:
         Costs nothing when both share their coordinate set; otherwise the coordinates are compared, on a GPU
         with one host synchronisation. ValueError ("cannot <verb> voxels: ...") as for `+`.
         """
-        for name in ("device", "batch_size", "stride"):
+        for name in ("device", "batch_size", "stride", "spatial_shape"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise ValueError(f"cannot {verb} voxels: {name} {mine} on the left, {theirs} on the right")
         if self._coord_set.equal(other._coord_set):
             return other._feats
+        if self._coord_set.repeated is not None or other._coord_set.repeated is not None:
+            raise ValueError(f"cannot {verb} voxels: they have duplicates, and other rows")
         if self.num_voxels != other.num_voxels:
             raise ValueError(
                 f"cannot {verb} voxels: {self.num_voxels} on the left, {other.num_voxels} on the right"
@@ -324,14 +371,23 @@ class Voxels:
         """(batch_size, C, X, Y, Z) grid with zeros where there is no voxel. Differentiable.
 
         Args:
-            spatial_shape: (X, Y, Z). Default: just large enough.
+            spatial_shape: (X, Y, Z). Default: that of the voxels less `origin`, or where they have none just
+                large enough.
             origin: coordinates (x, y, z) of the grid's first cell.
 
-        Raises ValueError naming the first voxel that lies outside the grid.
+        Of duplicates (duplicates='keep') the first row counts. Raises ValueError naming the first voxel that
+        lies outside the grid.
         """
+        if self._coord_set.repeated is not None:
+            return self.sites().dense(spatial_shape, origin)
         start = three_integers(origin, "origin")
+        if self._coord_set.sized and spatial_shape is not None:
+            return self._coord_set.dense(self._feats, positive_triple(spatial_shape, "spatial_shape"), start)
         cell = self.coords[:, 1:].long() - torch.tensor(start, device=self.device, dtype=torch.int64)
-        if spatial_shape is None:
+        if spatial_shape is None and self.spatial_shape is not None:
+            shape = tuple(n - first for n, first in zip(self.spatial_shape, start, strict=True))
+            shape = positive_triple(shape, "spatial_shape less origin")
+        elif spatial_shape is None:
             shape = tuple((cell.amax(0) + 1).clamp(min=1).tolist()) if self.num_voxels else (1, 1, 1)
         else:
             shape = positive_triple(spatial_shape, "spatial_shape")
@@ -437,14 +493,16 @@ class Voxels:
         columns = self.coords[order]
         columns[:, 0] = 0
         parts = zip(torch.split(columns, counts), torch.split(self._feats[order], counts), strict=True)
-        return [Voxels._make(CoordSet.trusted(c.contiguous(), 1), f, self._stride) for c, f in parts]
+        facts = 1, None, self.spatial_shape, self._coord_set.repeated is not None
+        return [Voxels._make(CoordSet.trusted(c.contiguous(), *facts), f, self._stride) for c, f in parts]
 
     @staticmethod
     def cat(voxels: Sequence[Voxels]) -> Voxels:
         """The samples of all `voxels` one after another in one batch; the inverse of `unbind`. Rows keep
         their order.
 
-        ValueError names the first that differs from voxels[0] in device, dtype, channels or stride.
+        ValueError names the first that differs from voxels[0] in device, dtype, channels, stride or spatial
+        shape.
         """
         voxels = list(voxels)
         if not voxels:
@@ -456,6 +514,7 @@ class Voxels:
                 ("device", v.device, voxels[0].device),
                 ("dtype", v.dtype, voxels[0].dtype),
                 ("stride", v.stride, voxels[0].stride),
+                ("spatial_shape", v.spatial_shape, voxels[0].spatial_shape),
                 ("channels", v.feats.shape[1], voxels[0].feats.shape[1]),
             ):
                 if mine != first:
@@ -469,7 +528,9 @@ class Voxels:
             columns[row : row + v.num_voxels, 0] += start
             start, row = start + v.batch_size, row + v.num_voxels
         feats = torch.cat([v.feats for v in voxels])
-        return Voxels._make(CoordSet.trusted(columns, samples), feats, voxels[0].stride)
+        repeats = any(v._coord_set.repeated is not None for v in voxels)
+        coord_set = CoordSet.trusted(columns, samples, None, voxels[0].spatial_shape, repeats)
+        return Voxels._make(coord_set, feats, voxels[0].stride)
 
 
 # ---- helpers -----------------------------------------------------------------------------------------------
@@ -502,11 +563,13 @@ class _Context:
 
     batch_size: int
     stride: Triple
+    spatial_shape: Triple | None = None
     coord_set: CoordSet | None = field(default=None, compare=False)
 
 
 def _flatten(voxels: Voxels) -> tuple[list[Any], _Context]:
-    return [voxels.coords, voxels.feats], _Context(voxels.batch_size, voxels.stride, voxels.coord_set)
+    facts = voxels.batch_size, voxels.stride, voxels.spatial_shape
+    return [voxels.coords, voxels.feats], _Context(*facts, voxels.coord_set)
 
 
 def _flatten_with_keys(voxels: Voxels) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
@@ -522,7 +585,7 @@ def _unflatten(children: Any, context: _Context) -> Voxels:
     if context.coord_set is not None and isinstance(coords, torch.Tensor):
         coord_set = context.coord_set.same_as(coords)
     else:
-        coord_set = CoordSet.trusted(coords, context.batch_size)
+        coord_set = CoordSet.trusted(coords, context.batch_size, spatial_shape=context.spatial_shape)
     return Voxels._make(coord_set, feats, context.stride)
 
 
@@ -531,7 +594,9 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="voxmma.Voxels",
-    to_dumpable_context=lambda context: [context.batch_size, *context.stride],
-    from_dumpable_context=lambda dumped: _Context(dumped[0], (dumped[1], dumped[2], dumped[3])),
+    to_dumpable_context=lambda context: [context.batch_size, context.stride, context.spatial_shape],
+    from_dumpable_context=lambda dumped: _Context(
+        dumped[0], tuple(dumped[1]), None if dumped[2] is None else tuple(dumped[2])
+    ),
     flatten_with_keys_fn=_flatten_with_keys,
 )

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +20,15 @@ import typer
 from rich.table import Table
 
 import voxmma
+from voxmma._timing import Clock
 from voxmma.data import scenes
 from voxmma.nn.functional.sparse_conv import spatially_sparse_conv
+from voxmma.ops import formats
 from voxmma.sparse.maps import kernel_map
 from voxmma.tuning import machine
-from voxmma.verify import accuracy
+from voxmma.verify import shadow
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = ("fp16", "bf16", "fp32")
 
 #: Scenes by name: the coordinates for a GPU, and smaller ones for a CPU.
 SCENES: dict[str, tuple[Callable[[], scenes.Array], Callable[[], scenes.Array]]] = {
@@ -132,45 +132,10 @@ def cases(
     ]
 
 
-def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of `run` after one call to warm up: CUDA events on a GPU, wall time on a CPU."""
-    run()
-    if device.type != "cuda":
-        samples = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            run()
-            samples.append(time.perf_counter() - start)
-        return statistics.median(samples)
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    with torch.cuda.device(device):
-        for start_event, end_event in events:
-            torch.cuda._sleep(3_000_000)  # cycles: the host queues `run` meanwhile
-            start_event.record()
-            run()
-            end_event.record()
-        torch.cuda.synchronize(device)
-    return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
-
-
-def _map_seconds(coords: torch.Tensor, feats: torch.Tensor, repeats: int) -> float:
-    """Median wall time from coordinates to a finished kernel map: checks, index, neighbours, plan."""
-    samples = []
-    for _ in range(repeats + 1):
-        if coords.is_cuda:
-            torch.cuda.synchronize(coords.device)
-        start = time.perf_counter()
-        made = kernel_map(voxmma.Voxels(coords, feats).coord_set, 3)
-        if coords.is_cuda:
-            torch.cuda.synchronize(coords.device)
-        samples.append(time.perf_counter() - start)
-        del made
-    return statistics.median(samples[1:])
-
-
 def run_case(case: Case, coords: torch.Tensor, repeats: int) -> dict[str, Any]:
     """Measures one case on coords (N, 4) int32 on the device to measure."""
-    device, dtype, n = coords.device, DTYPES[case.dtype], len(coords)
+    device, dtype, n = coords.device, formats.DTYPES[case.dtype], len(coords)
+    clock = Clock(device, repeats)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, case.c_in, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
     weight = torch.randn(27, case.c_in, case.c_out, generator=generator, dtype=torch.float32, device="cpu")
@@ -186,19 +151,14 @@ def run_case(case: Case, coords: torch.Tensor, repeats: int) -> dict[str, Any]:
 
     with torch.no_grad():
         made = conv(x, weight)
-        forward = seconds(lambda: conv(x, weight), device, repeats)
+        forward = clock(lambda i: conv(x, weight))
     x_leaf, weight_leaf = x.clone().requires_grad_(), weight.clone().requires_grad_()
     through_x, through_weight = conv(x_leaf, weight).feats, conv(x, weight_leaf).feats
-    dgrad = seconds(lambda: torch.autograd.grad(through_x, x_leaf, dy, retain_graph=True), device, repeats)
-    wgrad = seconds(
-        lambda: torch.autograd.grad(through_weight, weight_leaf, dy, retain_graph=True), device, repeats
-    )
+    dgrad = clock(lambda i: torch.autograd.grad(through_x, x_leaf, dy, retain_graph=True))
+    wgrad = clock(lambda i: torch.autograd.grad(through_weight, weight_leaf, dy, retain_graph=True))
+    mapped = Clock(device, min(repeats, 10)).wall(lambda i: kernel_map(voxmma.CoordSet(coords), 3))
     record = voxmma.explain(made)
-    limit = accuracy.bound(
-        record.accumulator, 27 * case.c_in, dtype, dtype, accuracy.arch_of(device), offsets=27
-    )
-    y64, abs64 = accuracy.reference_conv(x, weight, mapping.pairs(), n)
-    error = accuracy.errors(made.feats, y64, abs64, floor=limit.floor)
+    error, limit = shadow.check(x, weight, None, mapping, made.feats, record)
     flops = 2 * mapping.num_pairs * case.c_in * case.c_out
     return {
         "scene": case.scene,
@@ -209,13 +169,13 @@ def run_case(case: Case, coords: torch.Tensor, repeats: int) -> dict[str, Any]:
         "c_out": case.c_out,
         "dtype": case.dtype,
         **{key: value for key, value in record.as_dict().items() if key != "layer"},
-        "forward_ms": forward * 1e3,
-        "dgrad_ms": dgrad * 1e3,
-        "wgrad_ms": wgrad * 1e3,
-        "map_ms": _map_seconds(coords, x, min(repeats, 10)) * 1e3,
+        "forward_ms": forward.ms,
+        "dgrad_ms": dgrad.ms,
+        "wgrad_ms": wgrad.ms,
+        "map_ms": mapped.ms,
         "map_mib": mapping.nbytes / 2**20,
-        "forward_tflops": flops / forward / 1e12,
-        "wgrad_tflops": flops / wgrad / 1e12,
+        "forward_tflops": flops / forward.median / 1e12,
+        "wgrad_tflops": flops / wgrad.median / 1e12,
         "rel_l2": error.rel_l2,
         "max_eta": error.max_eta,
         "max_rel": error.max_rel,

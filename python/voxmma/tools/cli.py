@@ -12,8 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
+from rich.table import Table
 
 import voxmma
 from voxmma.tools import bench as bench_module
@@ -101,23 +101,22 @@ def tiles(
     a tile is wrong; being no faster is no fault.
     """
     if judge:
-        usable = {found.type: found for found in machine.usable_devices()}
-        chosen = torch.device(device) if device else usable.get("cuda", usable["cpu"])
-        if chosen.type not in usable:
-            raise typer.BadParameter(
-                f"{device!r} cannot be used here; see voxmma doctor", param_hint="--device"
-            )
+        chosen = bench_module.chosen_device(device)
         with progress(len(gate.candidates(chosen))) as advance:
             verdicts = gate.run(chosen, advance=advance)
-        found = gate.describe(chosen, verdicts)
-        show(found, gate_module.render(verdicts, gate_module.title(found)), as_json)
+        said = gate.describe(chosen, verdicts)
+        show(said, gate_module.render(verdicts, gate_module.title(said)), as_json)
         wrong = [verdict.subject for verdict in verdicts if not verdict.runs_on_request]
         if wrong:
             typer.echo(f"found wrong: {', '.join(wrong)}", err=True)
             raise typer.Exit(1)
         return
-    table = voxmma.tiles(device)
-    show([asdict(row) for row in table], table, as_json)
+    found = voxmma.tiles(device)
+    titles, lines = found.cells()
+    table = Table(*titles, title=found.title)
+    for line in lines:
+        table.add_row(*line)
+    show([asdict(row) for row in found], table, as_json)
 
 
 bench = typer.Typer(help="Times and errors on this machine; without a subcommand: layers.")
@@ -155,10 +154,7 @@ def layers(
 
     The exit code is 1 if an error is above its worst-case bound.
     """
-    usable = {found.type: found for found in machine.usable_devices()}
-    chosen = device or ("cuda" if "cuda" in usable else "cpu")
-    if chosen not in usable:
-        raise typer.BadParameter(f"{chosen!r} cannot be used here; see voxmma doctor", param_hint="--device")
+    chosen = bench_module.chosen_device(device)
     names, dtypes = scene or list(bench_module.SCENES), dtype.split(",")
     for value, known, hint in (
         (names, bench_module.SCENES, "--scene"),
@@ -173,13 +169,15 @@ def layers(
         raise typer.BadParameter(str(error), param_hint="--channels") from None
     wanted = bench_module.cases(names, pairs, dtypes, fp16_accum)
     with progress(len(wanted)) as advance:
-        result = bench_module.run(wanted, usable[chosen], repeats, advance)
+        result = bench_module.run(wanted, chosen, repeats, advance)
     show(result, bench_module.render(result), as_json)
     if not all(row["within_bound"] for row in result["rows"]):
         typer.echo("error above the worst-case bound: see the marked rows", err=True)
         raise typer.Exit(1)
 
 
-# These define their commands themselves.
-for _module in (compile, report, speedbench, sweep_command, tune):
-    _module.register(app)
+app.command("compile")(compile.compile_command)
+app.command("report")(report.report_command)
+bench.command("run")(speedbench.command)
+app.command()(sweep_command.sweep)
+app.command("tune")(tune.tune_command)

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 from torch import nn
 
 from voxmma.export.artefact import compile_model, load
 from voxmma.export.frozen import ArtefactError
 from voxmma.precision.policy import ComputeSpec, Precision, PrecisionPolicy, as_policy
+from voxmma.tools.console import Json, show
 
 
 # ---------------------------------------------------------------- the command
@@ -43,53 +45,45 @@ def choose_policy(name: str, tf32: bool, fp16_accum: bool) -> PrecisionPolicy:
     return policy
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command to the application."""
+def compile_command(
+    model: Annotated[str, typer.Argument(help="FILE.py:function that returns (module, example inputs).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The artefact, FILE.pt2.")],
+    policy: Annotated[str, typer.Option(help="A named policy.")] = "always_f32",
+    tf32: Annotated[bool, typer.Option("--tf32/--no-tf32", help="float32 products in TF32.")] = False,
+    fp16_accum: Annotated[
+        bool, typer.Option("--fp16-accum/--no-fp16-accum", help="fp16 accumulators in sparse layers.")
+    ] = False,
+    aot: Annotated[
+        bool | None,
+        typer.Option("--aot/--no-aot", help="Compile with AOTInductor; by default where that works."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Export a network with its precision frozen, whatever training used.
 
-    @app.command("compile")
-    def compile_command(
-        model: Annotated[str, typer.Argument(help="FILE.py:function that returns (module, example inputs).")],
-        out: Annotated[Path, typer.Option("--out", "-o", help="The artefact, FILE.pt2.")],
-        policy: Annotated[str, typer.Option(help="A named policy.")] = "always_f32",
-        tf32: Annotated[bool, typer.Option("--tf32/--no-tf32", help="float32 products in TF32.")] = False,
-        fp16_accum: Annotated[
-            bool, typer.Option("--fp16-accum/--no-fp16-accum", help="fp16 accumulators in sparse layers.")
-        ] = False,
-        aot: Annotated[
-            bool | None,
-            typer.Option("--aot/--no-aot", help="Compile with AOTInductor; by default where that works."),
-        ] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    ) -> None:
-        """Export a network with its precision frozen, whatever training used.
-
-        Exit code 1 if it cannot be frozen or misses its tolerance, 2 for flags or a model that make no sense.
-        """
-        from rich.table import Table
-
-        from voxmma.tools.console import show
-
-        try:
-            chosen = choose_policy(policy, tf32, fp16_accum)
-        except ValueError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(2) from None
-        module, inputs = _factory(model)
-        try:
-            artefact = compile_model(module, inputs, chosen, aot)
-            artefact.save(out)
-            loaded = load(out, check=False, trust_code=True)  # written a moment ago
-            check = loaded.check()
-        except (ArtefactError, ValueError, TypeError) as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(1) from None
-        table = Table(title=f"{out}: {artefact.metadata['name']}; {check}", show_header=False)
-        for product in artefact.metadata["products"]:
-            detail = ", ".join(f"{k}={v}" for k, v in product.items() if k not in ("node", "op"))
-            table.add_row(product["node"], product["op"], detail)
-        machine_code = loaded.engine == "aot"
-        table.add_row("AOTInductor", "compiled" if machine_code else "not compiled", loaded.reason)
-        found = {"out": str(out), "engine": loaded.engine, "reason": loaded.reason}
-        show({**artefact.metadata, **found}, table, as_json)
-        if not check.good:
-            raise typer.Exit(1)
+    Exit code 1 if it cannot be frozen or misses its tolerance, 2 for flags or a model that make no sense.
+    """
+    try:
+        chosen = choose_policy(policy, tf32, fp16_accum)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    module, inputs = _factory(model)
+    try:
+        artefact = compile_model(module, inputs, chosen, aot)
+        artefact.save(out)
+        loaded = load(out, check=False, trust_code=True)  # written a moment ago
+        check = loaded.check()
+    except (ArtefactError, ValueError, TypeError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    table = Table(title=f"{out}: {artefact.metadata['name']}; {check}", show_header=False)
+    for product in artefact.metadata["products"]:
+        detail = ", ".join(f"{k}={v}" for k, v in product.items() if k not in ("node", "op"))
+        table.add_row(product["node"], product["op"], detail)
+    machine_code = loaded.engine == "aot"
+    table.add_row("AOTInductor", "compiled" if machine_code else "not compiled", loaded.reason)
+    found = {"out": str(out), "engine": loaded.engine, "reason": loaded.reason}
+    show({**artefact.metadata, **found}, table, as_json)
+    if not check.good:
+        raise typer.Exit(1)

@@ -23,13 +23,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import voxmma
+from voxmma._timing import Clock
 from voxmma.data import scenes
 from voxmma.nn import SparseConv3d
 from voxmma.sparse.maps import kernel_map
-from voxmma.tools.bench import seconds
 from voxmma.tools.console import can_draw
 from voxmma.tuning import machine
-from voxmma.verify import accuracy
+from voxmma.verify import accuracy, shadow
 
 VOXEL_SIZE = 0.08
 #: The layer whose tile and accumulator stand in the table: Stack.middle, which does most of the work.
@@ -115,17 +115,7 @@ def _layer_error(call: Call) -> dict[str, Any]:
     mapping = kernel_map(call.given.coord_set, layer.kernel_size, dilation=layer.dilation)
     x = call.given.feats.detach()
     bias = None if layer.bias is None else layer.bias.detach()
-    y64, abs64 = accuracy.reference_conv(x, layer.weight.detach(), mapping.pairs(), len(x), bias)
-    volume, c_in = layer.weight.shape[0], layer.weight.shape[1]
-    limit = accuracy.bound(
-        record.accumulator,
-        volume * c_in,
-        x.dtype,
-        call.made.feats.dtype,
-        accuracy.arch_of(x.device),
-        offsets=volume,
-    )
-    error = accuracy.errors(call.made.feats.detach(), y64, abs64, floor=limit.floor)
+    error, limit = shadow.check(x, layer.weight.detach(), bias, mapping, call.made.feats.detach(), record)
     return {
         "name": call.name,
         **record.as_dict(),
@@ -138,7 +128,7 @@ def _layer_error(call: Call) -> dict[str, Any]:
 def _run_mode(
     mode: Mode, master: dict[str, Tensor], scene: voxmma.Voxels, dy: Tensor, repeats: int
 ) -> dict[str, Any]:
-    device = scene.device
+    device, clock = scene.device, Clock(scene.device, repeats)
 
     def build(dtype: torch.dtype, flag: bool | None) -> Stack:
         with torch.device(device):
@@ -152,7 +142,7 @@ def _run_mode(
     calls: list[Call] = []
     with torch.inference_mode() if mode.inference else torch.no_grad():
         y = stack(given, calls)  # also builds and caches the kernel maps
-        forward = seconds(lambda: stack(given), device, repeats)
+        forward = clock(lambda i: stack(given)).ms
     wide = given.with_feats(given.feats.double())
     with torch.no_grad():
         y64 = exact(wide).feats
@@ -168,7 +158,7 @@ def _run_mode(
         "requested": widest["requested"],
         "decided_by": widest["decided_by"],
         "reason": widest["reason"],
-        "forward_ms": forward * 1e3,
+        "forward_ms": forward,
         "backward_ms": None,
         "rel_l2": whole.rel_l2,
         "max_rel": whole.max_rel,
@@ -182,8 +172,8 @@ def _run_mode(
     }
     if not mode.inference:
         gradients = _gradients(stack, given, dy)
-        both = seconds(lambda: _gradients(stack, given, dy), device, repeats)
-        row["backward_ms"] = max(both - forward, 0.0) * 1e3
+        both = clock(lambda i: _gradients(stack, given, dy)).ms
+        row["backward_ms"] = max(both - forward, 0.0)
         row["grad_rel_l2"] = accuracy.rel_l2(gradients, _gradients(exact, wide, dy.double()))
     return row
 

@@ -22,13 +22,13 @@ from rich.console import Group
 from rich.table import Table
 
 from voxmma import torchflags
+from voxmma._surroundings import undisturbed
 from voxmma.dispatch import settings
+from voxmma.tools.console import Json, show
 from voxmma.tuning import gate, machine
 
-__all__ = ["Recommendation", "apply_journal", "collect", "recommend", "register", "restore_journal", "run"]
-
 JOURNAL_VERSION = 1
-#: Above this, float32 products are not float32 any more (see torchflags.fp32_behaviour).
+#: Above this, float32 products are not float32 any more (see machine.fp32_behaviour).
 TF32_ETA = 5e-6
 #: A gain below this is noise.
 WORTH_IT = 1.03
@@ -65,7 +65,7 @@ def fp16_rate_ratio(device: torch.device) -> tuple[float | None, str]:
         return None, str(error)
 
 
-@torchflags.undisturbed()
+@undisturbed()
 def collect(device: torch.device | None = None) -> dict[str, Any]:
     """Facts about machine and process, as JSON types; measures on ``device`` (default: GPU 0, else CPU)."""
     if device is None:
@@ -92,7 +92,7 @@ def collect(device: torch.device | None = None) -> dict[str, Any]:
         "fp16_rate_ratio_source": how,
         "fp32": {op: torchflags.effective_fp32_precision(op) for op in ("matmul", "conv", "rnn")},
         "fp32_cpu": {op: torchflags.effective_fp32_precision(op, "cpu") for op in ("matmul", "conv", "rnn")},
-        "fp32_eta": torchflags.fp32_behaviour(device),
+        "fp32_eta": machine.fp32_behaviour(device),
         "voxmma_fp16_accum": settings.get_fp16_accum(),
     }
 
@@ -377,34 +377,24 @@ def render(result: Mapping[str, Any]) -> Group:
     return Group(*parts)
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command to the application."""
+def report_command(
+    apply: Annotated[bool, typer.Option("--apply", help="Set what is recommended, in this process.")] = False,
+    restore: Annotated[bool, typer.Option("--restore", help="Put back what was there before.")] = False,
+    journal: Annotated[Path | None, typer.Option(help="Journal file; default: in the cache folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what precision PyTorch runs in here and what to set for speed; apply it, and undo it exactly.
 
-    @app.command()
-    def report(
-        apply: Annotated[
-            bool, typer.Option("--apply", help="Set what is recommended, in this process.")
-        ] = False,
-        restore: Annotated[bool, typer.Option("--restore", help="Put back what was there before.")] = False,
-        journal: Annotated[
-            Path | None, typer.Option(help="Journal file; default: in the cache folder.")
-        ] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    ) -> None:
-        """Say what precision PyTorch runs in here and what to set for speed; apply it, and undo it exactly.
-
-        Exit code 1 if the restored state differs or arithmetic is not what the switches say, 2 for a bad
-        journal.
-        """
-        from voxmma.tools.console import show
-
-        try:
-            result, good = run(apply, restore, journal)
-        except JournalError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(2) from None
-        show(result, render(result), as_json)
-        if not good:
-            for line in result["problems"]:
-                typer.echo(line, err=True)
-            raise typer.Exit(1)
+    Exit code 1 if the restored state differs or arithmetic is not what the switches say, 2 for a bad
+    journal.
+    """
+    try:
+        result, good = run(apply, restore, journal)
+    except JournalError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    show(result, render(result), as_json)
+    if not good:
+        for line in result["problems"]:
+            typer.echo(line, err=True)
+        raise typer.Exit(1)

@@ -28,15 +28,16 @@ from torch.nn import functional as F
 
 from voxmma import nn as sparse
 from voxmma import torchflags
+from voxmma._timing import synchronise
 from voxmma.data import scenes
 from voxmma.dispatch import settings
+from voxmma.models.blocks import conv_norm
 from voxmma.nn.functional import cat
 from voxmma.precision.policy import PrecisionPolicy
 from voxmma.sparse.tensor import Voxels
+from voxmma.tools.console import Json, progress, show
 from voxmma.tuning import machine
 from voxmma.verify import accuracy
-
-__all__ = ["Config", "ConfigError", "Variant", "load", "register", "render", "run"]
 
 
 class ConfigError(ValueError):
@@ -184,12 +185,6 @@ class _Classifier(nn.Module):
         return out
 
 
-def _stage(c_in: int, c_out: int, kernel_size: int = 3, stride: int = 1) -> nn.Sequential:
-    """Sparse convolution, batch norm, ReLU."""
-    conv = sparse.SparseConv3d(c_in, c_out, kernel_size, stride=stride, bias=False)
-    return sparse.Sequential(conv, sparse.BatchNorm(c_out), sparse.ReLU())
-
-
 class SparseUNet(nn.Module):
     """A U-Net on voxels: Voxels (N, channels) to logits (N, classes).
 
@@ -200,13 +195,15 @@ class SparseUNet(nn.Module):
     def __init__(self, channels: int, width: int, classes: int, levels: int = 2) -> None:
         super().__init__()
         widths = [width << level for level in range(levels + 1)]
-        self.stem = _stage(channels, width)
+        self.stem = conv_norm(channels, width, 3)
         pairs = list(itertools.pairwise(widths))
-        self.down = nn.ModuleList(sparse.Sequential(_stage(a, b, 2, 2), _stage(b, b)) for a, b in pairs)
+        self.down = nn.ModuleList(
+            sparse.Sequential(conv_norm(a, b, 2, 2), conv_norm(b, b, 3)) for a, b in pairs
+        )
         self.up = nn.ModuleList(
             sparse.SparseConvTranspose3d(b, a, 2, stride=2, bias=False) for a, b in reversed(pairs)
         )
-        self.merge = nn.ModuleList(_stage(2 * a, a) for a, _ in reversed(pairs))
+        self.merge = nn.ModuleList(conv_norm(2 * a, a, 3) for a, _ in reversed(pairs))
         self.head = nn.Linear(width, classes)
 
     def forward(self, voxels: Voxels) -> torch.Tensor:
@@ -386,20 +383,14 @@ class _Runner:
 
     def sample(self, steps: int, paranoid: bool) -> None:
         """Times ``steps`` steps, keeps seconds per step; ``paranoid`` waits for the device after each."""
-        wait(self.device)
+        synchronise(self.device)
         start = time.perf_counter()
         for _ in range(steps):
             self.step()
             if paranoid:
-                wait(self.device)
-        wait(self.device)
+                synchronise(self.device)
+        synchronise(self.device)
         self.samples.append((time.perf_counter() - start) / steps)
-
-
-def wait(device: torch.device) -> None:
-    """Returns when the device has done all work given to it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _reference(
@@ -494,7 +485,7 @@ def run(
                     runner = _Runner(label, variant, work, config, device)
                     start = time.perf_counter()
                     errors = _errors(runner.first(), reference)
-                    wait(device)
+                    synchronise(device)
                     first = time.perf_counter() - start
                     for _ in range(config.warmup):
                         runner.step()
@@ -560,18 +551,6 @@ def render(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def register(app: typer.Typer) -> None:
-    """Adds ``run`` to the ``bench`` commands of the application."""
-    groups = [group.typer_instance for group in app.registered_groups if group.name == "bench"]
-    if groups and groups[0] is not None:
-        bench = groups[0]
-    else:
-        bench = typer.Typer(help="Times and errors on this machine.")
-        app.add_typer(bench, name="bench")
-
-    bench.command("run")(command)
-
-
 _CONFIG = typer.Option(help="YAML file; the keys are in the guide, page Benchmarks.")
 
 
@@ -581,14 +560,12 @@ def command(
         bool, typer.Option("--paranoid", help="Wait after every step, check switches after every turn.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Time whole networks under the precision settings of a file, each with its error against float64.
 
     Exit code 1 if a variant failed or the switches of PyTorch are not as before, 2 for a bad file.
     """
-    from voxmma.tools.console import progress, show
-
     try:
         wanted = load(config.read_text())
         with progress(len(wanted.workloads) * wanted.rounds) as advance:

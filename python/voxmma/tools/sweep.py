@@ -26,7 +26,8 @@ from voxmma._extension import _C
 from voxmma.ops.kernels import accumulator_label
 from voxmma.sparse.tensor import Voxels
 from voxmma.verify import accuracy
-from voxmma.verify.accuracy import FAMILIES, Bound, Errors
+from voxmma.verify.accuracy import Bound, Errors
+from voxmma.verify.families import FAMILIES
 from voxmma.verify.overflow import rescaled_floor
 from voxmma.verify.trials import (
     KERNEL_SIZES,
@@ -162,7 +163,7 @@ def measure(case: Case, given: Operands, where: Site, repeats: int) -> Row:
         n=n,
         accumulator=ran,
         tile=tile,
-        **found.as_dict(),  # type: ignore[arg-type]
+        **asdict(found),
         bound=limit.eta,
         ratio=found.max_eta / limit.eta,
         formula=limit.formula,

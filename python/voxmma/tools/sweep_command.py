@@ -6,20 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from voxmma.tools.console import can_draw
+from voxmma.tools import sweep_show
+from voxmma.tools.bench import chosen_device
+from voxmma.tools.console import Json, can_draw, progress, show
 from voxmma.tools.sweep import Grid, run
-from voxmma.verify.accuracy import FAMILIES
+from voxmma.verify.families import FAMILIES
 from voxmma.verify.trials import MODES, OPS
-
-# ---- command line ----------------------------------------------------------------------------------------
-
-
-def register(app: typer.Typer) -> None:
-    """Adds `voxmma sweep` to the command line."""
-    app.command()(sweep)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -28,7 +22,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 def sweep(
     out: Annotated[Path, typer.Option(help="Folder for sweep.json and sweep.png.")] = Path("voxmma-sweep"),
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
     ops: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(OPS),
     modes: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(MODES),
     channels: Annotated[str, typer.Option(help="Comma-separated.")] = "8,16,32,64,96,128,256",
@@ -40,7 +34,7 @@ def sweep(
         float | None, typer.Option(help="Seconds after which no further row is begun.", min=0)
     ] = None,
     plots: Annotated[bool, typer.Option(help="Draw sweep.png, which needs matplotlib.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure the error of every precision mode against fp64 and hold it to its worst-case bound.
 
@@ -48,10 +42,7 @@ def sweep(
     seconds, so that a run that is cut off keeps what it has. The exit code is 1 if a bound is broken, a cell
     is not finite, repeats differ, or an fp16 accumulator shows no fp16 error.
     """
-    from voxmma.tools import console, sweep_show
-    from voxmma.tuning import machine
-
-    target = torch.device(device) if device else machine.usable_devices()[-1]
+    target = chosen_device(device)
     try:
         grid = Grid(
             _words(ops), _words(modes), tuple(map(int, _words(channels))), tuple(map(int, _words(volumes))),
@@ -59,14 +50,14 @@ def sweep(
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    with console.progress(len(grid.cases())) as advance:
+    with progress(len(grid.cases())) as advance:
         keep = partial(sweep_show.write, out)
         result = run(target, grid, voxels, repeats, advance, budget=budget, keep=keep)
     written = [sweep_show.write(out, result)]
     if plots and result["rows"] and can_draw():
         written.append(out / "sweep.png")
         sweep_show.plot(result, written[-1])
-    console.show(sweep_show.plain(result), sweep_show.render(result), as_json)
+    show(sweep_show.plain(result), sweep_show.render(result), as_json)
     typer.echo(f"written: {', '.join(str(path) for path in written)}", err=True)
     if result["left_out"]:
         rows = sum(part["rows"] for part in result["left_out"])

@@ -11,12 +11,15 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from voxmma.dispatch import measurements
+from voxmma.dispatch import measurements, store
+from voxmma.ops import formats
 from voxmma.ops.kernels import parse_accumulator
 from voxmma.sparse.maps import kernel_map
 from voxmma.sparse.tensor import Voxels
 from voxmma.tools import bench
-from voxmma.tuning.tuner import OPS, Case, _distinct, _name, cases_of, tune
+from voxmma.tools.compile import _factory
+from voxmma.tools.console import Json, progress, show
+from voxmma.tuning.tuner import OPS, Case, Report, _distinct, _name, cases_of, tune
 
 # ---- command line ------------------------------------------------------------------------------------------
 
@@ -45,18 +48,13 @@ def cases_on(
                     mapping,
                     c_in,
                     c_out,
-                    torch.float32 if dtype == "tf32" else bench.DTYPES[dtype],
+                    formats.DTYPES[dtype],
                     accumulator,
                     precision="tf32" if dtype == "tf32" else "ieee",
                     layer=f"{name} k{size}{f's{stride}' if stride > 1 else ''}",
                 )
             )
     return made
-
-
-def register(app: typer.Typer) -> None:
-    """Adds `voxmma tune` to the command line."""
-    app.command("tune")(tune_command)
 
 
 def tune_command(
@@ -88,23 +86,20 @@ def tune_command(
     save: Annotated[bool, typer.Option("--save/--no-save", help="Keep the measurements.")] = True,
     show_kept: Annotated[bool, typer.Option("--list", help="Only show what is kept for this card.")] = False,
     forget: Annotated[bool, typer.Option("--forget", help="Only delete all measurements.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure which tile is fastest, for a model or a list of shapes, and keep it for the selector.
 
     Without a model and options: 3x3x3 and strided layers of 16 to 256 channels on a generated surface.
     Exit code 1: the measurements could not be kept.
     """
-    from voxmma.tools import console
-    from voxmma.tools.compile import _factory
-
     if forget:
         try:
             count = measurements.forget()
         except OSError as error:
-            typer.echo(f"{measurements.path()}: {error.strerror}", err=True)
+            typer.echo(f"{store.path()}: {error.strerror}", err=True)
             raise typer.Exit(1) from None
-        typer.echo(f"{count} line(s) deleted from {measurements.path()}")
+        typer.echo(f"{count} line(s) deleted from {store.path()}")
         return
     target = bench.chosen_device(device)
     if show_kept:
@@ -112,7 +107,7 @@ def tune_command(
             {**one["key"], "ms": one["ms"], "at": one.get("at"), "by": one.get("by")}
             for one in measurements.table(target).bodies.values()
         ]
-        console.show(kept, _kept_table(kept, target), as_json)
+        show(kept, _kept_table(kept, target), as_json)
         return
     try:
         if model is not None:
@@ -141,19 +136,56 @@ def tune_command(
                 )
             ]
         wanted = tuple(ops.split(","))
-        with console.progress(len(_distinct(work, wanted)[0])) as advance, warnings.catch_warnings():
+        with progress(len(_distinct(work, wanted)[0])) as advance, warnings.catch_warnings():
             warnings.simplefilter("ignore" if as_json else "default")
             report = tune(work, ops=wanted, repeats=repeats, save=save, advance=advance)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    console.show(report.as_dict(), report, as_json)
+    show(report.as_dict(), render(report), as_json)
     if report.problem:
         typer.echo(report.problem, err=True)
         raise typer.Exit(1)
 
 
+def render(report: Report) -> Table:
+    """What `tune` did, as a table."""
+    caption = report.problem or (f"kept in {report.written}" if report.written else "not kept")
+    table = Table(title=f"tiles on {report.device}, ms", caption="; ".join([caption, *report.skipped]))
+    for column in (
+        "op",
+        "C",
+        "K",
+        "dtype",
+        "accumulator",
+        "layers",
+        "heuristic",
+        "winner",
+        "gain",
+        "all",
+    ):
+        table.add_column(column, overflow="fold")
+    for result in report.results:
+        key = result.key
+        others = [f"{name} {ms:.3f}" for name, ms in sorted(result.ms.items(), key=lambda item: item[1])]
+        others += [f"{name} refused: {why}" for name, why in result.refused.items()]
+        groups = f" /{key.groups}" if key.groups > 1 else ""
+        table.add_row(
+            key.op,
+            f"{key.c_in}x{key.c_out}{groups}",
+            str(key.volume),
+            key.dtype if key.precision == "ieee" else key.precision,
+            key.accumulator,
+            ", ".join(result.layers),
+            result.default,
+            result.winner,
+            "–" if result.gain is None else f"{result.gain:.2f}",
+            "\n".join(others),
+        )
+    return table
+
+
 def _kept_table(kept: Sequence[dict[str, Any]], device: torch.device) -> Table:
-    table = Table(title=f"measurements for {_name(device)} in {measurements.path()}")
+    table = Table(title=f"measurements for {_name(device)} in {store.path()}")
     for column in ("op", "C", "K", "dtype", "accumulator", "fastest", "ms", "tiles", "at", "by"):
         table.add_column(column, overflow="fold")
     for one in kept:

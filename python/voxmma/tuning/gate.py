@@ -25,14 +25,15 @@ from typing import Any
 import torch
 
 from voxmma._extension import _C
-from voxmma.dispatch import settings
+from voxmma._timing import Clock
+from voxmma.dispatch import settings, store, validation
 from voxmma.dispatch.selection import card
-from voxmma.dispatch.validation import Check, Verdict, _measuring, _read, _write, identity
+from voxmma.dispatch.validation import Check, Verdict, _measuring
 from voxmma.ops.kernels import Tile, accumulator_label, compiled, parse_accumulator
 from voxmma.sparse.tensor import Voxels
-from voxmma.tuning.timing import Clock
 from voxmma.verify import trials
-from voxmma.verify.accuracy import FAMILIES, Bound, Errors
+from voxmma.verify.accuracy import Bound, Errors
+from voxmma.verify.families import FAMILIES
 from voxmma.verify.overflow import Certificate, certificate
 from voxmma.verify.trials import Mode, Site
 
@@ -119,8 +120,8 @@ class Board:
 
 @functools.cache
 def _board(device: torch.device) -> Board:
-    owner = identity(device)
-    known = _read("board", "mma", owner)
+    owner = store.owner_of(device, one_card=True)
+    known = store.newest("rates", owner, {})
     if known is not None:
         return Board(float(known["fp32"]), float(known["fp16"]))
     rate: Callable[[int], float] | None = getattr(_C, "mma_rate", None)
@@ -128,7 +129,8 @@ def _board(device: torch.device) -> Board:
         raise RuntimeError("this build of voxmma has no MMA rate probe")
     with torch.cuda.device(device):
         board = Board(fp32=rate(0), fp16=rate(1))
-    _write("board", "mma", owner, asdict(board))
+    if owner is not None and (problem := store.append([store.entry("rates", owner, {}, **asdict(board))])):
+        store.warn_once(f"{problem}; the rates last for this process")
     return board
 
 
@@ -189,8 +191,7 @@ def measure(tile: Tile | None, x: Voxels, repeats: int = 10) -> Verdict:
     finally:
         _measuring.reset(token)
     if verdict.checks[-1].name != "ran":  # otherwise nothing was learned about the tile
-        data = {"allowed": verdict.allowed, "checks": [asdict(check) for check in verdict.checks]}
-        _write("tile", verdict.subject, identity(x.device), data)
+        validation.keep(verdict, x.device)
     return verdict
 
 
@@ -280,13 +281,13 @@ def describe(device: torch.device, verdicts: list[Verdict]) -> dict[str, Any]:
     verdicts (fields of Verdict).
     """
     on_gpu = device.type == "cuda"
-    owner = identity(device) or {}
+    owner = store.owner_of(device)
     rates = board(device) if on_gpu else None
     return {
         "kind": "gate",
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "driver": owner.get("driver"),
-        "build": owner.get("build"),
+        "driver": owner and owner.driver,
+        "build": owner and owner.build,
         "board": None if rates is None else {**asdict(rates), "ratio": rates.ratio},
         "verdicts": [asdict(verdict) for verdict in verdicts],
     }

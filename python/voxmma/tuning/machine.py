@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from voxmma._extension import _C
+from voxmma._surroundings import undisturbed
 from voxmma._version import __version__
 from voxmma.dispatch.selection import card
 from voxmma.ops.kernels import compiled
@@ -53,3 +54,25 @@ def usable_devices() -> list[torch.device]:
         if any(tile.runs_on(card(device)) for tile in compiled()):
             found.append(device)
     return found
+
+
+@undisturbed()
+def fp32_behaviour(device: str | torch.device, n: int = 64) -> dict[str, float]:
+    """What float32 arithmetic does on ``device``: max eta of a matrix product and a convolution.
+
+    eta = |y - y64| / sum|a||b| over all cells, reduction length ``n``. IEEE float32 stays below 1e-6, TF32 is
+    above 1e-5 (operands with 10 mantissa bits), whatever autocast or policy surrounds the call. Keys 'matmul'
+    and 'conv'.
+    """
+    gen = torch.Generator().manual_seed(20)
+    a = torch.randn(256, n, generator=gen, dtype=torch.float32, device="cpu").to(device)
+    b = torch.randn(n, 256, generator=gen, dtype=torch.float32, device="cpu").to(device)
+    y64, mag = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    eta = {"matmul": float(((a @ b).double() - y64).abs().div(mag).max())}
+    image, kernel = (
+        a.reshape(1, 256, n // 8, 8).transpose(0, 1).contiguous(),
+        b.t().reshape(256, 1, n // 8, 8),
+    )
+    got = torch.nn.functional.conv2d(image, kernel.contiguous())
+    eta["conv"] = float((got.double().reshape(256, 256) - y64).abs().div(mag).max())
+    return eta

@@ -6,7 +6,7 @@
 Measured are tiles of the compiled table that are legal for the call's operation, dtype and accumulator
 (never another accumulator), that no validation record speaks against, and whose result here is within its
 worst-case bound of fp64; how many, says settings.get_algo_mode (`candidates`). They take turns, in the
-median of several rounds. The measurements go to voxmma.dispatch.measurements; explain() and audit() say
+median of several rounds. The measurements are kept (voxmma.dispatch.measurements); explain() and audit() say
 'tuned' where one decided.
 
 Nothing here runs unless it is called. In a job with a process group every rank calls tune() with the same
@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from voxmma._timing import Clock, input_sets
 from voxmma._types import DTYPE_NAMES
-from voxmma.dispatch import measurements, settings, validation
+from voxmma.dispatch import measurements, settings, store, validation
 from voxmma.dispatch.calls import convolve
 from voxmma.dispatch.config import ConvConfig
 from voxmma.dispatch.measurements import Body, Key
@@ -39,7 +40,6 @@ from voxmma.ops import formats
 from voxmma.ops.kernels import accumulator_label, legal, parse_accumulator
 from voxmma.sparse.maps import KernelMap
 from voxmma.tuning import gate, machine
-from voxmma.tuning.timing import Clock, input_sets
 from voxmma.verify import accuracy
 from voxmma.verify.plan import _observe
 
@@ -125,43 +125,6 @@ class Report:
             row["key"], row["gain"] = result.key._asdict(), result.gain
         return made
 
-    def __rich__(self) -> Any:
-        from rich.table import Table
-
-        caption = self.problem or (f"kept in {self.written}" if self.written else "not kept")
-        table = Table(title=f"tiles on {self.device}, ms", caption="; ".join([caption, *self.skipped]))
-        for column in (
-            "op",
-            "C",
-            "K",
-            "dtype",
-            "accumulator",
-            "layers",
-            "heuristic",
-            "winner",
-            "gain",
-            "all",
-        ):
-            table.add_column(column, overflow="fold")
-        for result in self.results:
-            key = result.key
-            others = [f"{name} {ms:.3f}" for name, ms in sorted(result.ms.items(), key=lambda item: item[1])]
-            others += [f"{name} refused: {why}" for name, why in result.refused.items()]
-            groups = f" /{key.groups}" if key.groups > 1 else ""
-            table.add_row(
-                key.op,
-                f"{key.c_in}x{key.c_out}{groups}",
-                str(key.volume),
-                key.dtype if key.precision == "ieee" else key.precision,
-                key.accumulator,
-                ", ".join(result.layers),
-                result.default,
-                result.winner,
-                "–" if result.gain is None else f"{result.gain:.2f}",
-                "\n".join(others),
-            )
-        return table
-
     def __str__(self) -> str:
         lines = [
             f"{r.key.op} {r.key.c_in}x{r.key.c_out} K={r.key.volume} {r.key.dtype}: {r.winner}"
@@ -223,7 +186,7 @@ def candidates(case: Case, op: str) -> tuple[list[str], dict[str, str]]:
         return [_heuristic(case, op)], {}
     (word, *_), default = settings.get_algo_mode(op), _heuristic(case, op)
     names, refused = [], {}
-    for tile in legal(op, _compute_dtype(key), key.accumulator, card(device), key.precision):
+    for tile in legal(op, formats.DTYPES[key.dtype], key.accumulator, card(device), key.precision):
         if word != "all" and tile.atom == "SIMT" and key.dtype != "fp32" and tile.name != default:
             continue
         if tile.accum.startswith("fp16"):
@@ -244,15 +207,11 @@ def _ranked(case: Case, op: str, names: Sequence[str]) -> list[str]:
     return ranked
 
 
-def _compute_dtype(key: Key) -> torch.dtype:
-    return next(dtype for dtype, name in DTYPE_NAMES.items() if name == key.dtype)
-
-
 def _heuristic(case: Case, op: str, mode: settings.AlgoMode = ("auto",)) -> str:
     """The tile that is chosen without measurements, of those that `mode` names."""
     key = case.key(op)
     return select_tile(
-        op, _compute_dtype(key), key.accumulator, key.c_in, key.c_out, key.groups, case.mapping.device,
+        op, formats.DTYPES[key.dtype], key.accumulator, key.c_in, key.c_out, key.groups, case.mapping.device,
         mode, fp32_precision=key.precision,
     ).name  # fmt: skip
 
@@ -322,7 +281,7 @@ class Bench:
             self._pairs = case.mapping.pairs()
         rounded = [self.x[0].detach(), self.w.detach(), self.dy[0]]
         if case.precision == "tf32" and case.dtype == torch.float32:
-            rounded = [formats.quantise(t, "tf32") for t in rounded]
+            rounded = [formats.round_tf32(t) for t in rounded]
         x, w, dy = rounded
         if op == "fwd":
             return accuracy.reference_conv(x, w, self._pairs, case.mapping.out_coords.num)
@@ -407,7 +366,7 @@ def measure(case: Case, op: str, repeats: int, found: Bench | None = None) -> tu
         slowest = math.inf if settings.get_algo_mode(op)[0] == "all" else HOPELESS * least
         close = {name: run for name, run in runs.items() if look[name].median <= slowest}
         result.ms |= {name: timing.ms for name, timing in clock.race(close).items()}
-    owner = measurements.owner_of(device)
+    owner = store.owner_of(device)
     if owner is None or not result.ms:
         return result, None
     measured = measurements.body(
@@ -522,13 +481,13 @@ def tune(
     elif failure is not None:
         raise failure
     measurements.adopt(device, bodies)
-    if measurements.owner_of(device) is None:
+    if store.owner_of(device) is None:
         where = "a CPU has one tile for each call" if device.type == "cpu" else "the driver is unknown"
         skipped.append(f"nothing is kept: {where}")
     report = Report(_name(device), results, skipped=skipped)
     if save and bodies:
-        problem = measurements.append(bodies) if rank == 0 else None
-        report.written, report.problem = ("", problem) if problem else (str(measurements.path()), "")
+        problem = store.append(bodies) if rank == 0 else None
+        report.written, report.problem = ("", problem) if problem else (str(store.path()), "")
         if problem:
             warnings.warn(f"{problem}; the measurements last for this process", stacklevel=2)
     for result in results:

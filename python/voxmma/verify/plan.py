@@ -16,10 +16,8 @@ What is measured is the forward pass; input gradients run with the accumulator t
 from __future__ import annotations
 
 import hashlib
-import statistics
-import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from voxmma._extension import _C
-from voxmma.dispatch import observers, validation
+from voxmma._timing import Clock
+from voxmma.dispatch import observers, store
 from voxmma.dispatch.calls import convolve
 from voxmma.dispatch.config import ConvConfig
 from voxmma.dispatch.record import Record
@@ -82,15 +81,11 @@ def weights_hash(layers: Mapping[str, Any]) -> str:
 
 def identity(layers: Mapping[str, Any], device: torch.device) -> dict[str, str]:
     """The weights, device, driver and build that a plan is bound to; 'unknown' never equals anything."""
+    place, driver = device.type, "none"
     if device.type == "cuda":
-        owner = validation.identity(device) or {
-            "device": "unknown",
-            "driver": "unknown",
-            "build": _C.BUILD_ID,
-        }
-    else:
-        owner = {"device": device.type, "driver": "none", "build": _C.BUILD_ID}
-    return {"weights": weights_hash(layers), **owner}
+        owner = store.owner_of(device, one_card=True)
+        place, driver = (owner.device, owner.driver) if owner else ("unknown", "unknown")
+    return {"weights": weights_hash(layers), "device": place, "driver": driver, "build": _C.BUILD_ID}
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
@@ -113,24 +108,6 @@ class _Call:
     bias: Tensor | None
     mapping: KernelMap
     record: Record
-
-
-def _milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of `run`, of the device where it is a GPU."""
-    times = []
-    for _ in range(repeats + 1):
-        if device.type == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop))
-        else:
-            begin = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times[1:])
 
 
 def _observe(model: nn.Module, layers: Mapping[str, Any], batch: Any) -> dict[str, list[_Call]]:
@@ -192,7 +169,7 @@ def _try(accumulator: str, call: _Call, groups: int, rows: int, repeats: int) ->
             0, max(0, len(y) - 1), min(rows, len(y)), dtype=torch.float64, device="cpu"
         ).long()
         errors, limit = shadow.check(call.x, call.weight, call.bias, call.mapping, y, record, spread)
-        took = _milliseconds(lambda: run(accumulator), device, repeats)
+        took = Clock(device, repeats)(lambda i: run(accumulator)).ms
     margin = None
     narrow = record.accumulator.startswith("fp16")
     if narrow and not record.rescaled:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from voxmma import torchflags
+from voxmma._surroundings import undisturbed
 from voxmma.dispatch.observers import Listener
 from voxmma.dispatch.record import Record
 from voxmma.nn.modules.sparse_conv import sparse_layers
@@ -74,7 +74,7 @@ def reference(
         pairs.append((row[out], out))
     operands = [x, weight.to(x.dtype)]
     if record.tile.endswith("_tf32"):
-        operands = [formats.quantise(t, "tf32") for t in operands]
+        operands = [formats.round_tf32(t) for t in operands]
     return accuracy.reference_conv(operands[0], operands[1], pairs, len(rows), bias)
 
 
@@ -104,15 +104,16 @@ def check(
     mapping: KernelMap,
     y: Tensor,
     record: Record,
-    rows: Tensor,
+    rows: Tensor | None = None,
 ) -> tuple[accuracy.Errors, accuracy.Bound]:
-    """Errors of the given output rows, and the bound that they should keep. Waits for the device.
+    """Errors of the given output rows, or of all, and the bound that they should keep. Waits for the device.
 
     Cells whose fp64 value is beyond the output's range count as right when they are infinite with its sign,
     and cells whose fp64 value is not finite, as their own operands are not, when they are not finite either.
     """
-    with torchflags.undisturbed():
-        return _check(x, weight, bias, mapping, y, record, rows)
+    with undisturbed():
+        every = torch.arange(len(y), device="cpu") if rows is None else rows
+        return _check(x, weight, bias, mapping, y, record, every)
 
 
 def _check(

@@ -20,7 +20,8 @@ from voxmma.ops.kernels import CHUNKS, parse_accumulator
 from voxmma.sparse.maps import KernelMap, kernel_map
 from voxmma.sparse.tensor import Voxels
 from voxmma.verify import accuracy
-from voxmma.verify.accuracy import FAMILIES, Bound, Errors
+from voxmma.verify.accuracy import Bound, Errors
+from voxmma.verify.families import FAMILIES
 
 OPS = ("fprop", "dgrad", "wgrad")
 KERNEL_SIZES = {1: 1, 8: 2, 27: 3, 125: 5}
@@ -116,7 +117,7 @@ def draw(
     drawn = FAMILIES[family]
 
     def read(t: Tensor) -> Tensor:
-        return formats.quantise(t, "tf32") if tf32 else t
+        return formats.round_tf32(t) if tf32 else t
 
     first = drawn.activations((rows, channels), dtype, generator, device)
     weight = drawn.weights((volume, channels, channels), dtype, generator, device)

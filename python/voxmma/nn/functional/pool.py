@@ -15,7 +15,7 @@ from torch import Tensor
 
 from voxmma._dynamo import eager
 from voxmma.dispatch.config import KernelSize, kernel_triple
-from voxmma.dispatch.mapping import Target, resolve_map
+from voxmma.dispatch.mapping import Target, Window, resolve_map
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.maps import Geometry, KernelMap, geometry_of, traceable
 from voxmma.sparse.points import FEATURE_DTYPES
@@ -34,9 +34,8 @@ def _windowed(
     coords: Target | None,
     kernel_map: KernelMap | None,
 ) -> tuple[KernelMap, CoordSet, tuple[int, int, int]]:
-    _check(x)
     geometry = geometry_of(kernel_size, dilation, kernel_size if stride is None else stride, padding)
-    return resolve_map(x, geometry, padding is not None, coords=coords, given=kernel_map)
+    return resolve_map(x, Window(geometry, padding), coords, kernel_map)
 
 
 def _breaks(
@@ -153,6 +152,8 @@ def min_pool_with_indices(
 def _extreme(x: Voxels, largest: bool, indices: bool, *window: Any) -> tuple[Voxels, PoolIndices]:
     if _breaks(x, *window):
         return _extreme_outside(x, largest, indices, *window)
+    _check(x)
+    x = x.sites()
     over, out_coords, out_stride = _windowed(x, *window)
     back = torch.is_grad_enabled() and x.feats.requires_grad
     y, winner = torch.ops.voxmma.pool_max(
@@ -164,7 +165,7 @@ def _extreme(x: Voxels, largest: bool, indices: bool, *window: Any) -> tuple[Vox
         largest,
         back or indices,
     )
-    return Voxels._make(out_coords, y, out_stride), PoolIndices(winner, over, x)
+    return Voxels._make(*out_coords.expand(y), out_stride), PoolIndices(winner, over, x)
 
 
 _extreme_outside = eager(_extreme)
@@ -218,6 +219,7 @@ def max_unpool(x: Voxels, indices: PoolIndices) -> Voxels:
     if not isinstance(indices, PoolIndices):
         raise TypeError(f"indices must be PoolIndices, got {type(indices).__name__}")
     over = indices.kernel_map
+    x = x.sites()
     if not over.out_coords.equal(x.coord_set):
         raise ValueError("x has other coordinates than those the indices were made with")
     if x.feats.shape[1] != indices.winner.shape[1]:
@@ -230,7 +232,7 @@ def max_unpool(x: Voxels, indices: PoolIndices) -> Voxels:
         over.in_coords.num,
         over.symmetric,
     )
-    return Voxels._make(indices.coord_set, feats, indices.stride)
+    return Voxels._make(*indices.coord_set.expand(feats), indices.stride)
 
 
 def sum_pool(
@@ -264,8 +266,11 @@ def avg_pool(
 def _summed(x: Voxels, mean: bool, *window: Any) -> Voxels:
     if _breaks(x, *window):
         return _summed_outside(x, mean, *window)
+    _check(x)
+    x = x.sites()
     over, out_coords, out_stride = _windowed(x, *window)
-    return Voxels._make(out_coords, _sum(x.feats, over, over.counts if mean else None), out_stride)
+    feats = _sum(x.feats, over, over.counts if mean else None)
+    return Voxels._make(*out_coords.expand(feats), out_stride)
 
 
 _summed_outside = eager(_summed)
@@ -297,9 +302,10 @@ def unpool(
     if torch.compiler.is_compiling() and coords is None and not x.coord_set.traced:
         return _unpool_outside(x, stride, generative=generative, max_voxels=max_voxels)
     size = kernel_triple(stride)
-    geometry = Geometry(size, size, (1, 1, 1), (0, 0, 0))
-    over, out_coords, out_stride = resolve_map(x, geometry, True, True, generative, coords, max_voxels)
-    return Voxels._make(out_coords, _sum(x.feats, over), out_stride)
+    window = Window(Geometry(size, size, (1, 1, 1), (0, 0, 0)), 0, True, generative, max_voxels)
+    x = x.sites()
+    over, out_coords, out_stride = resolve_map(x, window, coords)
+    return Voxels._make(*out_coords.expand(_sum(x.feats, over)), out_stride)
 
 
 _unpool_outside = eager(unpool)

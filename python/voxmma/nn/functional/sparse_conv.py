@@ -33,6 +33,10 @@ def spatially_sparse_conv(
     out_dtype: torch.dtype | None = None,
     kernel_map: KernelMap | None = None,
     layer: str = "spatially_sparse_conv",
+    output_padding: KernelSize = 0,
+    outputs: str = "windows",
+    map_key: str | None = None,
+    inverse_of: str | None = None,
 ) -> Voxels:
     """Sparse convolution, submanifold, strided, generative or transposed.
 
@@ -41,9 +45,10 @@ def spatially_sparse_conv(
         y[o] = bias + sum over k of x[o * stride - padding + k * dilation] @ weight[k]
         y[i * stride - padding + k * dilation] += x[i] @ weight[k]        (transposed)
 
-    which is torch's conv3d and conv_transpose3d with the same stride, padding and dilation, on a grid without
-    borders, seen at the output voxels. Coordinates of a coarser level are grid coordinates of that level, and
-    a negative one belongs to the cell below: k = s = 2 puts voxel -1 into cell -1. Output voxels are
+    which is torch's conv3d and conv_transpose3d with the same stride, padding and dilation, seen at the
+    output voxels: on a grid without borders, or where x has a `spatial_shape` on a grid of that shape.
+    Coordinates of a coarser level are grid coordinates of that level, and a negative one belongs to the cell
+    below: k = s = 2 puts voxel -1 into cell -1. Output voxels are
 
     - `coords`, where given;
     - with stride 1: those of x in the same order (submanifold);
@@ -51,6 +56,10 @@ def spatially_sparse_conv(
     - transposed with another stride: the finer voxels that strided layers made those of x from (or that they
       read when they were given those of x as `coords`), in the order they had there; for want of such, or
       generative: every voxel that one of x reaches, sorted.
+
+    Where x has a `spatial_shape`, what is made here lies within torch's output shape, which the output has:
+    floor((n + 2 * padding - dilation * (k - 1) - 1) / stride) + 1 per axis, or transposed (n - 1) * stride -
+    2 * padding + dilation * (k - 1) + output_padding + 1. `coords` and finer voxels keep their own.
 
     Coordinates and maps are made once for the coordinates of x and shared by all layers of the same shape.
 
@@ -70,7 +79,7 @@ def spatially_sparse_conv(
             kernel_map only: it would shift the window.
         transposed, generative: see above.
         coords: output coordinates: a Voxels, a CoordSet or (M, 4) as in Voxels. The map is kept as long as
-            both coordinate sets live; a tensor makes a set, and so a map, of its own every time. With a
+            both coordinate sets live; a tensor stands for the set it had before, as in `CoordSet.of`. With a
             stride, a set that no strided layer made remembers the voxels of x; where several that are alive
             compete, transposed layers raise ValueError until they are given `coords`.
         max_voxels: most voxels that the layer may make, default 2^26.
@@ -85,6 +94,14 @@ def spatially_sparse_conv(
             the one cached on them is used. An inverse convolution of a strided layer is a transposed one over
             `voxmma.kernel_map(x, ...).transposed()` of that layer's input x.
         layer: name for the record that voxmma.explain() gives.
+        output_padding: one int or three, 0 or more; see above. It changes nothing without a `spatial_shape`.
+        outputs: 'cells' makes a strided layer put its outputs on the cells of the coarser grid that hold a
+            voxel of x, whatever kernel and padding: the set of `voxmma.downsample(x, stride)`, one for each
+            total stride (MinkowskiEngine's rule). Layers that are transposed or generative do not ask.
+        map_key: keeps the map on the coordinates of input and output, where `x.maps[map_key]` finds it.
+        inverse_of: with transposed=True, the map_key of the layer that made the coordinates of x: this call
+            runs over the opposite of its map, back to the voxels that it came from. Stride, dilation and
+            padding are those of the map.
 
     Returns:
         Voxels with C_out channels, carrying the record of what ran.
@@ -93,11 +110,13 @@ def spatially_sparse_conv(
         TypeError, ValueError: naming the argument: wrong type, dtype, shape, device (both are named),
             features that are wider than the parameters, kernel size out of range, padding that shifts the
             window of a submanifold call, contradicting flags, a kernel map of other coordinates or another
-            kernel; more than `max_voxels` output voxels, before they come into being.
+            kernel; an output shape that cannot be; more than `max_voxels` output voxels, before they come
+            into being.
         RuntimeError: this build has no kernel for the device of x.
     """
     geometry = (kernel_size, stride, dilation, groups, padding, transposed, generative, max_voxels)
-    config = config_of(*geometry, use_fp16_accum, accumulator, compute_dtype, out_dtype, layer)
+    precision = (use_fp16_accum, accumulator, compute_dtype, out_dtype)
+    config = config_of(*geometry, *precision, layer, output_padding, outputs, map_key, inverse_of)
     return call(config, x, weight, bias, coords=coords, kernel_map=kernel_map)
 
 

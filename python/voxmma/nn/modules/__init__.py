@@ -14,6 +14,7 @@ from voxmma.nn.modules.activation import (
 )
 from voxmma.nn.modules.container import Lift, Prune, Sequential
 from voxmma.nn.modules.norm import BatchNorm, GroupNorm, InstanceNorm, SyncBatchNorm
+from voxmma.nn.modules.offsets import hyper_cross, keep_offsets
 from voxmma.nn.modules.pool import (
     GlobalAvgPool,
     GlobalMaxPool,
@@ -71,4 +72,6 @@ __all__ = [
     "SyncBatchNorm",
     "Tanh",
     "Unpool",
+    "hyper_cross",
+    "keep_offsets",
 ]

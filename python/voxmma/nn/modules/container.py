@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from voxmma.nn.functional import activation
+from voxmma.nn.modules.fusing import run_layers
 from voxmma.sparse.sets import prune
 from voxmma.sparse.tensor import Voxels
 
@@ -35,19 +36,9 @@ class Sequential(nn.Sequential):
 
     Plain is a module made of torch's own classes alone, inside too; it is given the features (N, C). All
     others, your own included, are given the Voxels; `Lift` wraps your own module of a tensor. Once a module
-    returns no Voxels (global pooling), the rest is called on what it returned.
+    returns no Voxels (global pooling), the rest is called on what it returned. A convolution and the norm in
+    evaluation and activation behind it run as one launch where they can (fusing.run_layers).
     """
 
     def forward(self, x: Any) -> Any:
-        for module in self:
-            x = activation.apply_module(module, x) if _is_plain(module) else module(x)
-        return x
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether every module inside is of a class that, bases included, comes from torch."""
-    return all(
-        cls.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc")
-        for part in module.modules()
-        for cls in type(part).__mro__
-    )
+        return run_layers(list(self), x)

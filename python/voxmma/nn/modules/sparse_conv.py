@@ -15,7 +15,9 @@ from voxmma._types import Triple, integers, planar, positive
 from voxmma.dispatch.calls import call
 from voxmma.dispatch.config import ConvConfig, KernelSize, check_window, fp16_accum_flag
 from voxmma.dispatch.mapping import Target, resolve_map
+from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.maps import KernelMap, padding_triple
+from voxmma.sparse.sets import output_coords
 from voxmma.sparse.tensor import Voxels
 
 KernelSize2d = int | tuple[int, int]
@@ -43,7 +45,8 @@ class SparseConv3d(nn.Module):
     """Sparse convolution of Voxels, with control over what the tensor cores accumulate in.
 
     Stride 1 is submanifold: the output has the voxels of the input. Another stride makes the voxels whose
-    window holds one of the input; generative=True does so at stride 1 too. transposed=True goes back to the
+    window holds one of the input; generative=True does so at stride 1 too. Where the input has a
+    `spatial_shape`, they are those within torch's output shape. transposed=True goes back to the
     voxels a strided layer started from (SparseConvTranspose3d). All the rules are those of
     voxmma.nn.functional.spatially_sparse_conv.
 
@@ -64,6 +67,11 @@ class SparseConv3d(nn.Module):
         padding: one int or three; default (kernel_size // 2) * dilation for odd sizes, 0 for even ones. At
             stride 1 another one is refused unless generative=True: it would shift the window.
         max_voxels: most voxels the layer may make, default 2^26.
+        output_padding: one int or three, 0 or more: cells that a transposed layer adds to the far side of the
+            `spatial_shape` it makes; nothing else changes.
+        outputs: 'cells' puts the outputs of a strided layer on the cells of the coarser grid. map_key: keeps
+            the map under this key. inverse_of: the map_key of the layer that a transposed one undoes. See
+            spatially_sparse_conv.
         device, dtype: of the parameters.
 
     The arguments but for channels, device and dtype are attributes, which may be set: `layer.config`, what a
@@ -91,6 +99,10 @@ class SparseConv3d(nn.Module):
     accumulator = _Setting["str | None"]()
     compute_dtype = _Setting["torch.dtype | None"]()
     out_dtype = _Setting["torch.dtype | None"]()
+    output_padding = _Setting[Triple]()
+    outputs = _Setting[str]()
+    map_key = _Setting["str | None"]()
+    inverse_of = _Setting["str | None"]()
 
     def __init__(
         self,
@@ -109,6 +121,10 @@ class SparseConv3d(nn.Module):
         compute_dtype: torch.dtype | None = None,
         padding: KernelSize | None = None,
         max_voxels: int | None = None,
+        output_padding: KernelSize = 0,
+        outputs: str = "windows",
+        map_key: str | None = None,
+        inverse_of: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -132,6 +148,10 @@ class SparseConv3d(nn.Module):
             use_fp16_accum,
             accumulator,
             compute_dtype,
+            output_padding=output_padding,  # type: ignore[arg-type]
+            outputs=outputs,
+            map_key=map_key,
+            inverse_of=inverse_of,
         )
         size, pad = config.geometry.kernel_size, config.geometry.padding
         check_window(config.geometry, generative)
@@ -158,8 +178,26 @@ class SparseConv3d(nn.Module):
     def kernel_map(self, x: Voxels, coords: Target | None = None) -> KernelMap:
         """The map that `forward(x, coords=coords)` runs over; its `transposed()` is that of the layer's
         inverse."""
+        return resolve_map(x, self.config, coords)[0]
+
+    def output_coords(self, x: Voxels) -> CoordSet:
+        """The coordinates of `forward(x)`, without its kernel map; see voxmma.output_coords."""
         c = self.config
-        return resolve_map(x, c.geometry, True, c.transposed, c.generative, coords, c.max_voxels)[0]
+        if c.inverse_of is not None:
+            return resolve_map(x, c)[1].full
+        size, stride, dilation, padding = c.geometry
+        return output_coords(
+            x,
+            size,
+            stride=stride,
+            dilation=dilation,
+            padding=padding,
+            transposed=c.transposed,
+            generative=c.generative,
+            max_voxels=c.max_voxels,
+            output_padding=c.output_padding,
+            outputs=c.outputs,
+        )
 
     def forward(
         self, x: Voxels, kernel_map: KernelMap | None = None, *, coords: Target | None = None
@@ -212,6 +250,10 @@ class SparseConv3d(nn.Module):
             ("transposed", False),
             ("generative", False),
             ("max_voxels", None),
+            ("output_padding", (0, 0, 0)),
+            ("outputs", "windows"),
+            ("map_key", None),
+            ("inverse_of", None),
             ("use_fp16_accum", None),
             ("accumulator", None),
         ):
@@ -277,9 +319,10 @@ class SparseConvTranspose3d(SparseConv3d):
 class SparseConv2d(SparseConv3d):
     """SparseConv3d over x and y alone: every z is a plane of its own (plain 2-D data has z = 0 everywhere).
 
-    `kernel_size`, `stride`, `dilation` and `padding` are one int or two. `weight` is (K, C_in, C_out) with K
-    the product of the two kernel sizes, offsets in lexicographic order of (dx, dy). Else as SparseConv3d;
-    the function behind it is spatially_sparse_conv with (k, k, 1), (stride, stride, 1), ...
+    `kernel_size`, `stride`, `dilation`, `padding` and `output_padding` are one int or two. `weight` is
+    (K, C_in, C_out) with K the product of the two kernel sizes, offsets in lexicographic order of (dx, dy).
+    Else as SparseConv3d; the function behind it is spatially_sparse_conv with (k, k, 1), (stride, stride, 1),
+    ...
     """
 
     def __init__(
@@ -291,6 +334,7 @@ class SparseConv2d(SparseConv3d):
         *,
         dilation: KernelSize2d = 1,
         padding: KernelSize2d | None = None,
+        output_padding: KernelSize2d = 0,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -300,6 +344,7 @@ class SparseConv2d(SparseConv3d):
             planar(stride, "stride"),
             dilation=planar(dilation, "dilation"),
             padding=None if padding is None else planar(padding, "padding", 0),
+            output_padding=planar(output_padding, "output_padding", 0),
             **options,
         )
 

@@ -1,0 +1,607 @@
+"""Unmodified networks of other repositories, run by voxmma.compat and by spconv, and how far they agree.
+
+    git clone https://github.com/open-mmlab/OpenPCDet; git clone https://github.com/Pointcept/Pointcept; ...
+    python benchmarks/upstream.py OpenPCDet Pointcept CenterPoint SoftGroup mmdetection3d TRELLIS
+    python benchmarks/upstream.py OpenPCDet --reference PYTHON --device cuda --voxels 60000 --repeat 20
+
+Each network runs in a process of its own, straight from its file: packages around it are not imported, and
+what a file imports beside torch and spconv (registries, timm, addict, ...) is stood in for. Both libraries
+get the same weights and voxels, in evaluation; fp64 on a CPU, fp32 on a GPU. `--reference` is a Python that
+has spconv (default: this one, if it has); without one, networks are run and nothing is compared. Times are
+medians of whole forwards on new coordinates, maps included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+# ---- imports of a checkout without its packages ----------------------------------------------------------
+
+
+class Anything:
+    """Stands for a class, decorator or function that is named on import and not called for its result."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) else self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything()
+
+
+class Module(ModuleType):
+    """A module with given members; every other one is `Anything`."""
+
+    def __init__(self, name: str, members: dict[str, Any], path: list[str]) -> None:
+        super().__init__(name)
+        self.__path__ = path
+        self.__dict__.update(members)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if any((Path(folder) / f"{name}.py").exists() for folder in self.__path__):
+            return importlib.import_module(f"{self.__name__}.{name}")
+        return type(name, (nn.Module,), {}) if name[:1].isupper() else Anything()
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Packages of the checkout without their __init__, and modules that are stood in for."""
+
+    def __init__(self, root: Path, bare: set[str], given: dict[str, dict[str, Any]]) -> None:
+        self.root, self.bare, self.given = root, bare, given
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name in self.bare or name in self.given:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        folder = [str(self.root / spec.name.replace(".", "/"))] if spec.name in self.bare else []
+        return Module(spec.name, self.given.get(spec.name, {}), folder)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+class Settings(dict[str, Any]):
+    """A dict whose keys are attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+class Registry(dict[str, Any]):
+    """mmengine's MODELS as far as layers use it."""
+
+    def register_module(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], type):
+            return self.setdefault(args[0].__name__, args[0])
+        return lambda cls: self.setdefault(cls.__name__, cls)
+
+    def _register_module(self, cls: Any, name: str, force: bool = False) -> None:
+        self[name] = cls
+
+
+MODELS = Registry()
+
+
+def build_conv_layer(cfg: dict[str, Any] | None, *args: Any, **kwargs: Any) -> Any:
+    options = dict(cfg or {"type": "Conv2d"})
+    return MODELS[options.pop("type")](*args, **kwargs, **options)
+
+
+def build_norm_layer(cfg: dict[str, Any], channels: int, postfix: Any = "") -> tuple[str, nn.Module]:
+    options = {k: v for k, v in cfg.items() if k not in ("type", "requires_grad")}
+    return f"bn{postfix}", nn.BatchNorm1d(channels, **options)
+
+
+class BasicBlock(nn.Module):
+    """What mmdet's residual block makes: two layers of 3 and their norms."""
+
+    def __init__(
+        self, inplanes: int, planes: int, stride: Any = 1, downsample: Any = None, **cfg: Any
+    ) -> None:
+        nn.Module.__init__(self)
+        conv, norm = cfg["conv_cfg"], cfg["norm_cfg"]
+        self.conv1 = build_conv_layer(conv, inplanes, planes, 3, stride=stride, padding=1, bias=False)
+        self.conv2 = build_conv_layer(conv, planes, planes, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = (build_norm_layer(norm, planes)[1] for _ in range(2))
+        self.relu, self.downsample = nn.ReLU(), downsample
+
+
+def scatter(src: torch.Tensor, index: torch.Tensor, dim: int = 0, reduce: str = "sum") -> torch.Tensor:
+    """Rows of `src` reduced by `index`."""
+    rows = index.view(-1, *[1] * (src.dim() - 1)).expand_as(src)
+    made = src.new_zeros(int(index.max()) + 1, *src.shape[1:])
+    how = {"max": "amax", "min": "amin"}.get(reduce, reduce)
+    return made.scatter_reduce(0, rows, src, how, include_self=False)
+
+
+def segment_csr(src: torch.Tensor, ptr: torch.Tensor, reduce: str = "sum") -> torch.Tensor:
+    """Runs of rows of `src` reduced."""
+    runs = torch.arange(len(ptr) - 1, device=ptr.device)
+    return scatter(src, torch.repeat_interleave(runs, ptr.diff()), 0, reduce)
+
+
+def voxel_grid(pos: torch.Tensor, size: Any, batch: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """The cell of each point, numbered."""
+    low = pos.min(0).values
+    cell = torch.div(pos - low, torch.as_tensor(size, device=pos.device), rounding_mode="floor").long()
+    return torch.unique(torch.cat([batch.unsqueeze(1).long(), cell], 1), dim=0, return_inverse=True)[1]
+
+
+class BaseModule(nn.Module):
+    """mmengine's."""
+
+    def __init__(self, init_cfg: Any = None) -> None:
+        super().__init__()
+
+
+class DropPath(nn.Identity):
+    """timm's, in evaluation."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "addict": {"Dict": Settings},
+    "timm": {},
+    "timm.layers": {"DropPath": DropPath, "trunc_normal_": nn.init.trunc_normal_},
+    "timm.models": {},
+    "timm.models.layers": {"DropPath": DropPath, "trunc_normal_": nn.init.trunc_normal_},
+    "torch_scatter": {"segment_csr": segment_csr, "scatter": scatter},
+    "torch_geometric": {},
+    "torch_geometric.utils": {"scatter": scatter},
+    "torch_geometric.nn": {},
+    "torch_geometric.nn.pool": {"voxel_grid": voxel_grid},
+    "SharedArray": {},
+    "mmcv": {},
+    "mmcv.cnn": {"build_conv_layer": build_conv_layer, "build_norm_layer": build_norm_layer},
+    "mmcv.ops": {},
+    "mmdet": {},
+    "mmdet.models": {},
+    "mmdet.models.losses": {},
+    "mmdet.models.backbones": {},
+    "mmdet.models.backbones.resnet": {"BasicBlock": BasicBlock},
+    "mmengine": {},
+    "mmengine.registry": {"MODELS": MODELS},
+    "mmengine.runner": {},
+    "mmengine.model": {"BaseModule": BaseModule},
+    # of the checkouts themselves: what would pull in the rest of them
+    "pcdet.ops.roiaware_pool3d.roiaware_pool3d_utils": {},
+    "pcdet.models.backbones_3d.focal_sparse_conv.SemanticSeg.pyramid_ffn": {},
+    "det3d.models.registry": {"BACKBONES": Registry()},
+    "det3d.models.utils": {"build_norm_layer": build_norm_layer},
+    "pointcept.models.builder": {"MODELS": Registry(), "MODULES": Registry()},
+    "pointcept.engines.hooks": {"HookBase": object},
+    "pointcept.models.point_prompt_training": {"PDNorm": type("PDNorm", (nn.Module,), {})},
+    "mmdet3d.registry": {"MODELS": MODELS},
+    "mmdet3d.utils": {"OptConfigType": Any},
+    "mmdet3d.structures": {},
+}  # fmt: skip
+
+BARE = """
+pcdet pcdet.ops pcdet.ops.roiaware_pool3d pcdet.utils pcdet.models pcdet.models.backbones_3d det3d
+det3d.models det3d.models.backbones pointcept pointcept.models pointcept.engines
+pointcept.models.sparse_unet pointcept.models.oacnns pointcept.models.point_transformer_v3 softgroup
+softgroup.model mmdet3d mmdet3d.models mmdet3d.models.middle_encoders mmdet3d.models.layers trellis
+trellis.models trellis.modules
+"""
+
+
+# ---- networks --------------------------------------------------------------------------------------------
+
+
+class Scene:
+    """A wavy sheet of voxels in two samples: (N, 4) int32 batch, z, y, x of `grid` (Z, Y, X); features."""
+
+    def __init__(self, voxels: int, device: torch.device, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        side = max(16, int((voxels / 1.6) ** 0.5))
+        self.grid = [41, side + 7, side]
+        y, x = torch.meshgrid(torch.arange(self.grid[1]), torch.arange(side), indexing="ij")
+        rows = []
+        for sample in range(2):
+            phase = 6.28 * torch.rand(3, generator=generator)
+            height = 18 + 9 * torch.sin(9.0 * x / side + phase[0]) + 8 * torch.cos(7.0 * y / side + phase[1])
+            for up in (0, 1):
+                kept = torch.rand(y.shape, generator=generator) < 0.4
+                columns = [torch.full_like(x, sample), height.long() + up, y, x]
+                rows.append(torch.stack([c[kept] for c in columns], 1))
+        self.indices = torch.cat(rows).int().to(device)
+        self.dtype = dtype
+        self._generator = generator
+
+    def features(self, channels: int) -> torch.Tensor:
+        made = torch.randn(len(self.indices), channels, generator=self._generator, dtype=torch.float64)
+        return made.to(self.indices.device, self.dtype)
+
+    def points(self, channels: int) -> dict[str, torch.Tensor]:
+        """As Pointcept's loaders give them."""
+        ends = torch.bincount(self.indices[:, 0]).cumsum(0)
+        coord = self.indices[:, 1:].to(self.dtype) * 0.02
+        return {
+            "grid_coord": self.indices[:, 1:].long(),
+            "coord": coord,
+            "offset": ends,
+            "feat": self.features(channels),
+            "grid_size": torch.tensor(0.02, dtype=self.dtype),
+        }
+
+
+Made = tuple[nn.Module, Callable[[nn.Module, Scene], Callable[[], Any]]]
+"""A network, and what makes a call of it on a scene, giving tensors, SparseConvTensors or containers"""
+
+
+def load(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def pcdet(file: str, cls: str, channels: int = 4, **cfg: Any) -> Callable[[Scene], Made]:
+    def make(scene: Scene) -> Made:
+        import numpy as np
+
+        grid = np.array(scene.grid[::-1]) - np.array([0, 0, 1])
+        pillars = "2d" in file
+        net = getattr(load(f"pcdet.models.backbones_3d.{file}"), cls)(
+            Settings(cfg),
+            channels,
+            grid,
+            voxel_size=[0.05, 0.05, 0.1],
+            point_cloud_range=[0, -40, -3, 70, 40, 1],
+        )
+
+        def prepare(net: nn.Module, scene: Scene) -> Callable[[], Any]:
+            rows, features = scene.indices, scene.features(32 if pillars else channels)
+            if pillars:
+                rows = torch.unique(rows[:, [0, 2, 3]], dim=0)
+                features = features[: len(rows)]
+            kind = "pillar" if pillars else "voxel"
+
+            def run() -> Any:
+                batch = {f"{kind}_features": features, f"{kind}_coords": rows.clone(), "batch_size": 2}
+                out = net(batch)
+                names = (
+                    "encoded_spconv_tensor",
+                    "multi_scale_3d_features",
+                    "multi_scale_2d_features",
+                    "point_features",
+                )
+                return [out[name] for name in names if name in out]
+
+            return run
+
+        return net, prepare
+
+    return make
+
+
+def centerpoint(scene: Scene) -> Made:
+    net = load("det3d.models.backbones.scn").SpMiddleResNetFHD(5)
+
+    def prepare(net: nn.Module, scene: Scene) -> Callable[[], Any]:
+        features, (z, y, x) = scene.features(5), scene.grid
+        return lambda: net(features, scene.indices.clone(), 2, [x, y, z - 1])
+
+    return net, prepare
+
+
+def pointcept(file: str, cls: str, **options: Any) -> Callable[[Scene], Made]:
+    def make(scene: Scene) -> Made:
+        net = getattr(load(f"pointcept.models.{file}"), cls)(in_channels=6, **options)
+
+        def prepare(net: nn.Module, scene: Scene) -> Callable[[], Any]:
+            points = scene.points(6)
+
+            def run() -> Any:
+                out = net(dict(points))
+                return out.feat if hasattr(out, "feat") else out
+
+            return run
+
+        return net, prepare
+
+    return make
+
+
+def softgroup(scene: Scene) -> Made:
+    from functools import partial
+
+    blocks = load("softgroup.model.blocks")
+    norm = partial(nn.BatchNorm1d, eps=1e-4, momentum=0.1)
+    net = blocks.UBlock([16, 32, 48, 64], norm, 2, blocks.ResidualBlock, indice_key_id=1)
+
+    def prepare(net: nn.Module, scene: Scene) -> Callable[[], Any]:
+        import spconv.pytorch as spconv
+
+        features = scene.features(16)
+        return lambda: net(spconv.SparseConvTensor(features, scene.indices.clone(), scene.grid, 2))
+
+    return net, prepare
+
+
+def mmdet3d(file: str, cls: str, **options: Any) -> Callable[[Scene], Made]:
+    def make(scene: Scene) -> Made:
+        block = load("mmdet3d.models.layers.sparse_block")
+        layers = sys.modules["mmdet3d.models.layers"]
+        layers.SparseBasicBlock = block.SparseBasicBlock  # type: ignore[attr-defined]
+        layers.make_sparse_convmodule = block.make_sparse_convmodule  # type: ignore[attr-defined]
+        net = getattr(load(f"mmdet3d.models.middle_encoders.{file}"), cls)(4, scene.grid, **options)
+
+        def prepare(net: nn.Module, scene: Scene) -> Callable[[], Any]:
+            features = scene.features(4)
+            return lambda: net(features, scene.indices.clone(), 2)
+
+        return net, prepare
+
+    return make
+
+
+def trellis(scene: Scene) -> Made:
+    sp = load("trellis.modules.sparse")
+
+    class Blocks(nn.Module):
+        """Convolutions, norms and pooling of TRELLIS' sparse modules."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = sp.SparseConv3d(8, 32, 3, indice_key="res_64")
+            self.norm = sp.SparseGroupNorm(8, 32)
+            self.act = sp.SparseSiLU()
+            self.down, self.up = sp.SparseDownsample(2), sp.SparseUpsample(2)
+            self.deep = sp.SparseConv3d(32, 32, 3, indice_key="res_32")
+            self.strided = sp.SparseConv3d(32, 48, 3, stride=2, padding=1, indice_key="s")
+            self.out = sp.SparseLinear(32, 5)
+
+        def forward(self, x: Any) -> Any:
+            h = self.act(self.norm(self.stem(x)))
+            h = h + self.up(self.act(self.deep(self.down(h)))) * 0.5
+            return self.out(h).feats, self.strided(h).data
+
+    def prepare(net: nn.Module, scene: Scene) -> Callable[[], Any]:
+        rows = scene.indices[scene.indices[:, 0] == 0]  # its strided layers take one sample
+        features = scene.features(8)[: len(rows)]
+        return lambda: net(sp.SparseTensor(feats=features, coords=rows.clone()))
+
+    return Blocks(), prepare
+
+
+CASES: dict[str, dict[str, Callable[[Scene], Made]]] = {
+    "pcdet": {
+        "VoxelBackBone8x": pcdet("spconv_backbone", "VoxelBackBone8x"),
+        "VoxelResBackBone8x": pcdet("spconv_backbone", "VoxelResBackBone8x"),
+        "UNetV2": pcdet("spconv_unet", "UNetV2"),
+        "VoxelResBackBone8xVoxelNeXt": pcdet("spconv_backbone_voxelnext", "VoxelResBackBone8xVoxelNeXt"),
+        "VoxelResBackBone8xVoxelNeXt2D": pcdet(
+            "spconv_backbone_voxelnext2d", "VoxelResBackBone8xVoxelNeXt2D"
+        ),
+        "PillarBackBone8x": pcdet("spconv_backbone_2d", "PillarBackBone8x"),
+        "PillarRes18BackBone8x": pcdet("spconv_backbone_2d", "PillarRes18BackBone8x"),
+        "VoxelBackBone8xFocal": pcdet("spconv_backbone_focal", "VoxelBackBone8xFocal"),
+    },
+    "det3d": {"SpMiddleResNetFHD": centerpoint},
+    "pointcept": {
+        "SpUNetBase": pointcept("sparse_unet.spconv_unet_v1m1_base", "SpUNetBase", num_classes=13),
+        "OACNNs": pointcept("oacnns.oacnns_v1m1_base", "OACNNs", num_classes=13),
+        "PointTransformerV3": pointcept(
+            "point_transformer_v3.point_transformer_v3m1_base",
+            "PointTransformerV3",
+            enable_flash=False,
+            shuffle_orders=False,
+        ),
+    },
+    "softgroup": {"UBlock": softgroup},
+    "mmdet3d": {
+        "SparseEncoder": mmdet3d("sparse_encoder", "SparseEncoder"),
+        "SparseEncoder, basicblock": mmdet3d(
+            "sparse_encoder",
+            "SparseEncoder",
+            order=("conv", "norm", "act"),
+            encoder_channels=((16, 16, 32), (32, 32, 64), (64, 64, 128), (128, 128)),
+            encoder_paddings=((0, 0, 1), (0, 0, 1), (0, 0, [0, 1, 1]), (0, 0)),
+            block_type="basicblock",
+        ),
+        "SparseUNet": mmdet3d("sparse_unet", "SparseUNet"),
+    },
+    "trellis": {"sparse modules": trellis},
+}
+
+
+# ---- one network in one library: a process ---------------------------------------------------------------
+
+
+def flat(value: Any) -> list[torch.Tensor]:
+    """Outputs as tensors: of a SparseConvTensor its voxels, sorted, and the sum of the rows of each."""
+    if hasattr(value, "indices") and hasattr(value, "features"):
+        rows, which = torch.unique(value.indices.long(), dim=0, return_inverse=True)
+        features = value.features.double()
+        total = features.new_zeros(len(rows), features.shape[1]).index_add(0, which, features)
+        return [rows.cpu(), total.cpu()]
+    if isinstance(value, torch.Tensor):
+        return [value.double().cpu()]
+    if isinstance(value, dict):
+        return [t for key in sorted(value) for t in flat(value[key])]
+    return [t for part in value for t in flat(part)] if isinstance(value, (list, tuple)) else []
+
+
+def run_case(args: argparse.Namespace) -> None:
+    repository, name = args.case.split(":", 1)
+    if args.library == "voxmma":
+        import voxmma.compat
+
+        voxmma.compat.install("spconv")
+    root = Path(args.checkouts[0])
+    given = {
+        name: members
+        for name, members in GIVEN.items()
+        if name.partition(".")[0] in CASES or importlib.util.find_spec(name.partition(".")[0]) is None
+    }
+    sys.meta_path.insert(0, Finder(root, set(BARE.split()), given))
+    os.environ["SPCONV_ALGO"] = "native" if args.device == "cpu" else "auto"
+    device = torch.device(args.device)
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    torch.manual_seed(0)
+    scene = Scene(args.voxels, device, dtype)
+    net, prepare = CASES[repository][name](scene)
+    state = Path(args.out).with_suffix(".state")
+    if args.library == "voxmma":
+        for part in net.modules():
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                nn.init.uniform_(part.running_mean, -0.1, 0.1)
+                nn.init.uniform_(part.running_var, 0.5, 1.5)
+        torch.save(net.state_dict(), state)
+    else:
+        net.load_state_dict(torch.load(state, weights_only=False))
+    net = net.to(device, dtype).eval()
+    if args.library != "voxmma" and device.type == "cpu":
+        for part in net.modules():  # its CPU build adds no bias in evaluation
+            if hasattr(part, "indice_key"):
+                part.training = True
+    run = prepare(net, scene)
+    times = []
+    torch.manual_seed(1)  # some draw in evaluation, too
+    with torch.no_grad():
+        outputs = run()
+        for _ in range(args.repeat):
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+    tensors = flat(outputs)
+    spent = statistics.median(times) * 1e3 if times else None
+    torch.save({"tensors": tensors, "voxels": len(scene.indices), "ms": spent}, args.out)
+
+
+# ---- the table -------------------------------------------------------------------------------------------
+
+
+def has_spconv(python: str) -> bool:
+    found = subprocess.run([python, "-c", "import spconv.pytorch"], capture_output=True, text=True)
+    return found.returncode == 0
+
+
+def child(args: argparse.Namespace, case: str, checkout: str, library: str, python: str, out: Path) -> str:
+    """Runs one network; an empty string, or the last line of what went wrong."""
+    command = [python, __file__, checkout, "--case", case, "--library", library, "--out", str(out)]
+    command += ["--device", args.device, "--voxels", str(args.voxels), "--repeat", str(args.repeat)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    if args.verbose:
+        print(done.stderr, file=sys.stderr)
+    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+
+
+def difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> tuple[float, str]:
+    """Largest difference, over the largest value of each output, and what does not fit."""
+    if [t.shape for t in mine] != [t.shape for t in theirs]:
+        return float(
+            "nan"
+        ), f"shapes {[list(t.shape) for t in mine]} against {[list(t.shape) for t in theirs]}"
+    worst = 0.0
+    for a, b in zip(mine, theirs, strict=True):
+        if a.dtype == torch.int64:
+            if not torch.equal(a, b):
+                return float("nan"), "other voxels"
+        elif a.numel():
+            worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)))
+    return worst, ""
+
+
+def table(args: argparse.Namespace) -> int:
+    reference = args.reference or (sys.executable if has_spconv(sys.executable) else None)
+    rows, failed = [], 0
+    print(f"{'network':44} {'voxels':>8} {'difference':>11} {'voxmma ms':>10} {'spconv ms':>10}")
+    for checkout in args.checkouts:
+        found = [name for name in CASES if (Path(checkout) / name).is_dir()]
+        if not found:
+            raise SystemExit(f"{checkout} holds none of {', '.join(CASES)}")
+        for name in CASES[found[0]]:
+            if args.only and args.only not in name:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                case, mine, theirs = (
+                    f"{found[0]}:{name}",
+                    Path(folder) / "mine.pt",
+                    Path(folder) / "theirs.pt",
+                )
+                row = {"repository": found[0], "network": name, "difference": None, "note": ""}
+                row["note"] = child(args, case, checkout, "voxmma", sys.executable, mine)
+                if not row["note"]:
+                    ours = torch.load(mine, weights_only=False)
+                    row |= {"voxels": ours["voxels"], "voxmma_ms": ours["ms"]}
+                    if reference:
+                        (Path(folder) / "mine.state").rename(Path(folder) / "theirs.state")
+                        row["note"] = child(args, case, checkout, "spconv", reference, theirs)
+                        if not row["note"]:
+                            there = torch.load(theirs, weights_only=False)
+                            row["spconv_ms"] = there["ms"]
+                            row["difference"], row["note"] = difference(ours["tensors"], there["tensors"])
+                        else:
+                            row["note"] = f"spconv: {row['note']}"
+                bad = row["difference"] is None or not row["difference"] <= args.tolerance
+                failed += bool(row["note"]) or (reference is not None and bad)
+            rows.append(row)
+            cells = [f"{found[0]} {name}"[:44].ljust(44), f"{row.get('voxels', ''):>8}"]
+            cells += [f"{row['difference']:>11.1e}" if row["difference"] is not None else f"{'':>11}"]
+            cells += [f"{v:>10.2f}" if (v := row.get(k)) else f"{'':>10}" for k in ("voxmma_ms", "spconv_ms")]
+            print(" ".join(cells), row["note"][:120], flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1))
+    return failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("checkouts", nargs="+", help="folders of repositories")
+    parser.add_argument("--reference", help="a Python that has spconv")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--voxels", type=int, default=3000)
+    parser.add_argument("--repeat", type=int, default=0, help="forwards to take the time of")
+    parser.add_argument("--only", help="networks whose name holds this")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, help="largest difference that counts as agreement"
+    )
+    parser.add_argument("--json", help="a file for the table")
+    parser.add_argument("--verbose", action="store_true")
+    for name in ("--case", "--library", "--out"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        run_case(args)
+    else:
+        raise SystemExit(min(table(args), 1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,647 @@
+"""Sparse convolutions with spconv's arguments, weights and semantics, run by voxmma.
+
+Each is a voxmma.nn.SparseConv3d, too, so that precision flags, policies and plans take hold of it; its weight
+is stored (C_out, *kernel_size, C_in) and read in place.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from voxmma import compat
+from voxmma._types import positive
+from voxmma.compat.spconv.core import ConvAlgo as ConvAlgo
+from voxmma.compat.spconv.core import missing
+from voxmma.compat.spconv.pytorch.core import _ONE, IndiceData, Places, SparseConvTensor, padded, sizes
+from voxmma.compat.spconv.pytorch.modules import SparseModule
+from voxmma.dispatch.calls import call
+from voxmma.dispatch.config import ConvConfig
+from voxmma.nn.modules.sparse_conv import SparseConv3d as _SparseConv3d
+from voxmma.sparse.maps import Geometry
+from voxmma.sparse.tensor import Voxels
+
+_VOXELS_SEEN = "max_num_voxels_during_training"
+
+
+class _Axes:
+    """A setting of the config as a list of one size per axis."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: Any, owner: type) -> Any:
+        return self if layer is None else list(getattr(layer.__dict__["config"], self.name)[: layer.ndim])
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        axes = padded(sizes(value, layer.ndim, self.name), 0 if "padding" in self.name else 1)
+        layer.config = replace(layer.config, **{self.name: axes})
+
+
+class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
+    """A sparse convolution of any kind; `SubMConv3d` and the like say which.
+
+    Args:
+        ndim: 1, 2 or 3 axes of the grid.
+        in_channels, out_channels: channels.
+        kernel_size, stride, padding, dilation, output_padding: one or ndim sizes, in the order of the columns
+        of
+            `indices`; integers of any library.
+        groups: 1.
+        subm: outputs are the inputs' voxels; stride and padding are then kept and ignored.
+        transposed, inverse: see SparseConvTranspose3d, SparseInverseConv3d.
+        indice_key: name of the map, for inverse layers.
+        algo, large_kernel_fast_algo: kept; they choose among spconv's kernels.
+        fp32_accum: True forbids fp16 accumulators, False asks for them, None leaves that to what
+            `voxmma.compat.install` and voxmma's settings say (use_fp16_accum of voxmma.nn.SparseConv3d).
+        record_voxel_count: keep the largest number of outputs seen in training in the buffer
+            `max_num_voxels_during_training`, which state dicts hold.
+        act_type, act_alpha, act_beta: an activation applied to the result, 'ReLU', 'Sigmoid' or 'LeakyReLU'
+        of
+            slope act_alpha, by name or by a member of cumm's enumeration. act_beta is kept.
+        name: for `SparseConvTensor.benchmark`.
+
+    Parameters: `weight` (out_channels, *kernel_size, in_channels), `bias` (out_channels,) unless bias=False;
+    drawn uniformly from +-1/sqrt(in_channels * K). Layers of one offset whose outputs are the inputs read the
+    weight's memory as (in_channels, out_channels), as spconv does. State dicts of spconv 1.x, (*kernel_size,
+    in, out), are converted when they are loaded: known by their shape.
+
+    Raises TypeError, ValueError or NotImplementedError naming the argument.
+    """
+
+    kernel_size: Any = _Axes()
+    stride: Any = _Axes()
+    dilation: Any = _Axes()
+    padding: Any = _Axes()
+    output_padding: Any = _Axes()
+    transposed: Any = False
+    """as spconv has it: not for inverse layers, which config.transposed counts in"""
+
+    def __init__(
+        self,
+        ndim: int,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any = 3,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = True,
+        subm: bool = False,
+        output_padding: Any = 0,
+        transposed: bool = False,
+        inverse: bool = False,
+        indice_key: Any = None,
+        algo: ConvAlgo | None = None,
+        fp32_accum: bool | None = None,
+        record_voxel_count: bool = False,
+        act_type: Any = None,
+        act_alpha: float = 0,
+        act_beta: float = 0,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(name)
+        if ndim == 4:
+            raise NotImplementedError(
+                f"{type(self).__name__}: voxmma has no 4-D grids; a time axis can be the sample index of 3-D "
+                "layers"
+            )
+        if positive(groups, "groups") != 1:
+            raise NotImplementedError("groups must be 1, as in spconv; voxmma.nn.SparseConv3d has groups")
+        size = sizes(kernel_size, ndim, "kernel_size")
+        step, spread = sizes(stride, ndim, "stride"), sizes(dilation, ndim, "dilation")
+        pad, extra = sizes(padding, ndim, "padding"), sizes(output_padding, ndim, "output_padding")
+        volume = math.prod(size)
+        if subm and not all(k % 2 for k in size):
+            raise ValueError(f"kernel_size must be odd on every axis of a submanifold layer, got {size}")
+        if transposed and set(spread) != {1}:
+            raise NotImplementedError(
+                f"dilation={spread} in a transposed layer: spconv's output shape forgets it and cuts the "
+                "result; "
+                "voxmma.nn.SparseConvTranspose3d does what torch does"
+            )
+        pointwise = volume == 1 and (subm or set(step) == {1})
+        if pointwise and not subm and any(pad):
+            raise ValueError(f"padding must be 0 in a layer of one offset and stride 1, got {pad}")
+        self.ndim = ndim
+        self.in_channels = positive(in_channels, "in_channels")
+        self.out_channels = positive(out_channels, "out_channels")
+        self.conv1x1 = pointwise
+        self.subm = subm
+        self.inverse = inverse
+        self.transposed = transposed
+        self.indice_key = indice_key
+        self.algo = algo
+        self.fp32_accum = fp32_accum
+        self.large_kernel_fast_algo = large_kernel_fast_algo
+        self.record_voxel_count = record_voxel_count
+        self.act_type, self.act_alpha, self.act_beta = act_type, act_alpha, act_beta
+        self._activate = _activation(act_type, act_alpha)
+        precision = dict(compat.PRECISION["spconv"])
+        if fp32_accum is not None:
+            precision.pop("accumulator", None)
+            precision["use_fp16_accum"] = not fp32_accum
+        self.config = ConvConfig(
+            padded(size, 1),
+            padded(step, 1),
+            padded(spread, 1),
+            padding=padded(pad, 0),
+            transposed=transposed or inverse,
+            generative=not (subm or inverse),
+            output_padding=padded(extra, 0),
+            layer=f"{type(self).__name__}({in_channels}, {out_channels}, {'x'.join(map(str, size))})",
+            **precision,
+        )
+        self._ran: tuple[Any, ...] = ()
+        self._read: tuple[Any, ...] = ()
+        self.weight = nn.Parameter(torch.empty(out_channels, *size, in_channels, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        if record_voxel_count:
+            self.register_buffer(_VOXELS_SEEN, torch.zeros(1, dtype=torch.int32, device=device))
+        self.reset_parameters()
+
+    @property
+    def weight_shape(self) -> list[int]:
+        return list(self.weight.shape)
+
+    def reset_parameters(self) -> None:
+        """Draws weight and bias anew: uniform in +-1/sqrt(in_channels * K)."""
+        bound = 1.0 / math.sqrt(self.weight[0].numel())
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def get_max_num_voxels(self) -> torch.Tensor | None:
+        """(1,) int32: the most outputs seen in training; None unless record_voxel_count."""
+        return self._buffers.get(_VOXELS_SEEN)
+
+    # ---- the call ----------------------------------------------------------------------------------------
+
+    def forward(  # type: ignore[override]
+        self, input: SparseConvTensor, add_input: SparseConvTensor | None = None
+    ) -> SparseConvTensor:
+        """SparseConvTensor of in_channels -> of out_channels; `add_input`: added before the activation.
+
+        Raises:
+            TypeError: input is no SparseConvTensor.
+            ValueError: an `indice_key` that is not there (inverse layers) or belongs to another kernel; all
+            that
+                voxmma.nn.functional.spatially_sparse_conv refuses.
+        """
+        if not isinstance(input, SparseConvTensor):
+            raise TypeError(f"{self.config.layer} takes a SparseConvTensor, got {type(input).__name__}")
+        if input.benchmark:
+            return _timed(self, input, add_input)
+        return self._run(input, add_input)
+
+    def _run(self, input: SparseConvTensor, add_input: SparseConvTensor | None) -> SparseConvTensor:
+        own: dict[str, Any] = self._parameters
+        places, features = input._here, input._features
+        coords = places.coords
+        if places.ndim != self.ndim or features.shape[0] != coords.num:
+            raise _misfit(self, places, features)
+        x = Voxels._make(coords, features, _ONE)
+        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401  # which is slow to look up
+        weight = self._kernel(own)
+        made = SparseConvTensor.__new__(SparseConvTensor)
+        state = made.__dict__
+        state.update(input.__dict__)
+        if self.subm or self.conv1x1:
+            y = call(self._config_of(_SAME), x, weight, bias)
+            if self.indice_key is not None and not self.conv1x1:
+                self._remember(state, places, places)
+        elif self.inverse:
+            data = self._named(input)
+            y = call(self._config_of(data.geometry), x, weight, bias, kernel_map=data.back)
+            state["_places"], state["spatial_shape"] = data.inputs, data.spatial_shape
+        else:
+            y = call(self.config, x, weight, bias)
+            shape = y._coord_set.spatial_shape
+            state["spatial_shape"] = grid = list(shape[: self.ndim])  # type: ignore[index]
+            state["_places"] = out = Places(None, y._coord_set, grid, input.batch_size, self.ndim)
+            if self.indice_key is not None:
+                self._remember(state, places, out)
+        rows, state["_record"], state["_applied"] = y._feats, y._record, ()
+        if self.record_voxel_count and self.training:
+            self._buffers[_VOXELS_SEEN].clamp_(min=rows.shape[0])  # type: ignore[union-attr]
+        if add_input is not None:
+            rows = rows + made._rows_of(add_input, "add")
+        state["_features"] = rows if self._activate is None else self._activate(rows)
+        return made
+
+    def _kernel(self, own: dict[str, Any]) -> torch.Tensor:
+        """The weight as the products take it, (K, C_in, C_out), without a copy where that can be."""
+        weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
+        if torch.is_grad_enabled() and weight.requires_grad:
+            return self._view(weight)
+        held = self._read
+        if not held or held[0] is not weight or held[1] != weight.data_ptr() or held[2] is not weight.dtype:
+            # A view: what is written into the weight is seen.
+            held = self._read = (weight, weight.data_ptr(), weight.dtype, self._view(weight.detach()))
+        return held[3]
+
+    def _view(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.conv1x1:
+            return weight.reshape(1, self.in_channels, self.out_channels)
+        return weight.reshape(self.out_channels, -1, self.in_channels).permute(1, 2, 0)
+
+    def _config_of(self, geometry: Geometry | None) -> ConvConfig:
+        """The config with the geometry of the map that runs, made once: None stands for a submanifold map."""
+        ran = self._ran
+        if ran and ran[0] is self.config and ran[1] == geometry:
+            return ran[2]
+        config = self.config
+        if geometry is None:
+            made = replace(config, stride=_ONE, padding=None, transposed=False, generative=False)
+        else:
+            made = replace(
+                config, stride=geometry.stride, dilation=geometry.dilation, padding=geometry.padding
+            )
+        self._ran = config, geometry, made
+        return made
+
+    def _remember(self, state: dict[str, Any], inputs: Places, outputs: Places) -> None:
+        """Leaves the map under the layer's key, in a dict of the output's own."""
+        config = self._config_of(_SAME) if self.subm else self.config
+        geometry, key = config.geometry, self.indice_key
+        known: dict[Any, IndiceData] = state["indice_dict"]
+        data = known.get(key)
+        if data is not None:
+            self._check_same(data, geometry)
+            if data.is_of(inputs.coords, geometry):
+                return
+            if not self.subm:
+                raise ValueError(
+                    f"{config.layer}: indice_key={key!r} names a map of other voxels already; inverse layers "
+                    "could "
+                    "not tell which they mean"
+                )
+        shapes = (
+            list(inputs.coords.spatial_shape or ())[: self.ndim],
+            list(outputs.coords.spatial_shape or ()),
+        )
+        made = IndiceData(
+            inputs,
+            outputs,
+            geometry,
+            self.subm,
+            (shapes[0], shapes[1][: self.ndim]),
+            self.algo,
+            config.transposed,
+        )
+        state["indice_dict"] = {**known, key: made}
+
+    def _check_same(self, data: IndiceData, geometry: Geometry) -> None:
+        if data.is_subm != self.subm or data.geometry.kernel_size != geometry.kernel_size:
+            kind = "submanifold" if data.is_subm else "strided"
+            raise ValueError(
+                f"{self.config.layer}: indice_key={self.indice_key!r} belongs to a {kind} layer of "
+                "kernel_size "
+                f"{data.ksize}, this one has {self.kernel_size}"
+            )
+
+    def _named(self, input: SparseConvTensor) -> IndiceData:
+        """The map that an inverse layer goes back by."""
+        data = input.indice_dict.get(self.indice_key)
+        if data is None:
+            known = ", ".join(map(repr, input.indice_dict)) or "none"
+            raise ValueError(
+                f"{self.config.layer}: no layer before it has indice_key={self.indice_key!r}; there are: "
+                f"{known}"
+            )
+        if data.is_subm or data.geometry.kernel_size != self.config.kernel_size:
+            self._check_same(data, self.config.geometry)
+            raise ValueError(
+                f"{self.config.layer}: indice_key={self.indice_key!r} is that of a submanifold layer"
+            )
+        return data
+
+    # ---- checkpoints -------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)  # no metadata of ours
+
+    def _converted(self, weight: torch.Tensor) -> torch.Tensor:
+        """(*kernel_size, C_in, C_out), spconv 1.x -> (C_out, *kernel_size, C_in)."""
+        size = tuple(self.kernel_size)
+        if weight.shape == self.weight.shape or weight.shape != (*size, self.in_channels, self.out_channels):
+            return weight
+        if self.conv1x1:
+            return weight.reshape(self.weight.shape)  # memory is read as (C_in, C_out) on both sides
+        return weight.permute(weight.dim() - 1, *range(weight.dim() - 1)).contiguous()
+
+    def extra_repr(self) -> str:
+        parts = [
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
+        ]
+        for name in ("padding", "dilation", "output_padding"):
+            parts.append(f"{name}={getattr(self, name)}")
+        parts.append(f"algo={self.algo}")
+        for name in ("use_fp16_accum", "accumulator", "compute_dtype"):
+            if getattr(self, name) is not None:
+                parts.append(f"{name}={getattr(self, name)!r}")
+        if self.bias is None:
+            parts.append("bias=False")
+        return ", ".join(parts)
+
+
+_SAME = None  # the geometry of a submanifold map, of the layer's own kernel
+
+
+def _misfit(layer: SparseConvolution, places: Places, features: torch.Tensor) -> ValueError:
+    if places.ndim != layer.ndim:
+        return ValueError(f"{layer.config.layer} takes {layer.ndim}-D indices, got {places.ndim}-D ones")
+    return ValueError(f"features has {features.shape[0]} rows, indices has {places.num}")
+
+
+def _activation(act_type: Any, alpha: float) -> Any:
+    """A function of the features, None for none; ValueError for an activation that is not known."""
+    name = getattr(act_type, "name", act_type)
+    known = {
+        None: None,
+        "None_": None,
+        "ReLU": torch.relu,
+        "Sigmoid": torch.sigmoid,
+        "LeakyReLU": lambda rows: nn.functional.leaky_relu(rows, alpha),
+    }
+    if name not in known:
+        raise ValueError(f"act_type must be one of None_, ReLU, Sigmoid and LeakyReLU, got {act_type!r}")
+    return known[name]
+
+
+def _timed(
+    layer: SparseConvolution, input: SparseConvTensor, add_input: SparseConvTensor | None
+) -> SparseConvTensor:
+    """A call whose time goes into `benchmark_record`."""
+    if layer.name is None:
+        raise ValueError("benchmark=True needs names of layers: assign_name_for_sparse_modules(model)")
+    clock = _Clock(input.features.device)
+    made = layer._run(input, add_input)
+    entry = made.benchmark_record.setdefault(
+        layer.name,
+        {
+            "type": "SparseConvolution",
+            "indice_gen_time": [],
+            "time": [],
+            "num_points": [],
+            "num_out_points": [],
+            "params": {
+                "kernel_size": layer.kernel_size,
+                "stride": layer.stride,
+                "padding": layer.padding,
+                "dilation": layer.dilation,
+                "output_padding": layer.output_padding,
+                "subm": layer.subm,
+                "transposed": layer.transposed,
+                "input_channels": layer.in_channels,
+                "out_channels": layer.out_channels,
+            },
+        },
+    )
+    entry["time"].append(clock.seconds())
+    entry["num_points"].append(input.features.shape[0])
+    entry["num_out_points"].append(made.features.shape[0])
+    return made
+
+
+class _Clock:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.start = self._now()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def seconds(self) -> float:
+        return self._now() - self.start
+
+
+# ---- the kinds -------------------------------------------------------------------------------------------
+
+
+class _OfKind(SparseConvolution):
+    """A kind of layer for a number of axes, which its subclasses say."""
+
+    _ndim: int
+
+
+class _SubM(_OfKind):
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = True,
+        indice_key: Any = None,
+        algo: ConvAlgo | None = None,
+        fp32_accum: bool | None = None,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            self._ndim,
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+            subm=True,
+            indice_key=indice_key,
+            algo=algo,
+            fp32_accum=fp32_accum,
+            large_kernel_fast_algo=large_kernel_fast_algo,
+            name=name,
+        )
+
+
+class _Strided(_OfKind):
+    _transposed = False
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = True,
+        indice_key: Any = None,
+        algo: ConvAlgo | None = None,
+        fp32_accum: bool | None = None,
+        record_voxel_count: bool = False,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            self._ndim,
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+            transposed=self._transposed,
+            indice_key=indice_key,
+            algo=algo,
+            fp32_accum=fp32_accum,
+            record_voxel_count=record_voxel_count,
+            large_kernel_fast_algo=large_kernel_fast_algo,
+            name=name,
+        )
+
+
+class _Inverse(_OfKind):
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        indice_key: Any,
+        bias: bool = True,
+        algo: ConvAlgo | None = None,
+        fp32_accum: bool | None = None,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            self._ndim,
+            in_channels,
+            out_channels,
+            kernel_size,
+            bias=bias,
+            inverse=True,
+            indice_key=indice_key,
+            algo=algo,
+            fp32_accum=fp32_accum,
+            large_kernel_fast_algo=large_kernel_fast_algo,
+            name=name,
+        )
+
+
+class _Transposed(_Strided):
+    _transposed = True
+
+
+class SubMConv1d(_SubM):
+    """Submanifold: the outputs are the inputs' voxels. stride and padding are kept and ignored."""
+
+    _ndim = 1
+
+
+class SubMConv2d(_SubM):
+    """Submanifold: the outputs are the inputs' voxels. stride and padding are kept and ignored."""
+
+    _ndim = 2
+
+
+class SubMConv3d(_SubM):
+    """Submanifold: the outputs are the inputs' voxels. stride and padding are kept and ignored."""
+
+    _ndim = 3
+
+
+class SubMConv4d(_SubM):
+    """Placeholder of the name: making one raises NotImplementedError."""
+
+    _ndim = 4
+
+
+class SparseConv1d(_Strided):
+    """Outputs are the sites of torch's output grid whose window holds a voxel, at stride 1 too."""
+
+    _ndim = 1
+
+
+class SparseConv2d(_Strided):
+    """Outputs are the sites of torch's output grid whose window holds a voxel, at stride 1 too."""
+
+    _ndim = 2
+
+
+class SparseConv3d(_Strided):
+    """Outputs are the sites of torch's output grid whose window holds a voxel, at stride 1 too."""
+
+    _ndim = 3
+
+
+class SparseConv4d(_Strided):
+    """Placeholder of the name: making one raises NotImplementedError."""
+
+    _ndim = 4
+
+
+class SparseConvTranspose1d(_Transposed):
+    """Outputs are the sites that a voxel reaches, within (n - 1) * stride - 2 * padding + kernel_size."""
+
+    _ndim = 1
+
+
+class SparseConvTranspose2d(_Transposed):
+    """Outputs are the sites that a voxel reaches, within (n - 1) * stride - 2 * padding + kernel_size."""
+
+    _ndim = 2
+
+
+class SparseConvTranspose3d(_Transposed):
+    """Outputs are the sites that a voxel reaches, within (n - 1) * stride - 2 * padding + kernel_size."""
+
+    _ndim = 3
+
+
+class SparseConvTranspose4d(_Transposed):
+    """Placeholder of the name: making one raises NotImplementedError."""
+
+    _ndim = 4
+
+
+class SparseInverseConv1d(_Inverse):
+    """Goes back over the map that the layer with this `indice_key` made, to the voxels it started from."""
+
+    _ndim = 1
+
+
+class SparseInverseConv2d(_Inverse):
+    """Goes back over the map that the layer with this `indice_key` made, to the voxels it started from."""
+
+    _ndim = 2
+
+
+class SparseInverseConv3d(_Inverse):
+    """Goes back over the map that the layer with this `indice_key` made, to the voxels it started from."""
+
+    _ndim = 3
+
+
+class SparseInverseConv4d(_Inverse):
+    """Placeholder of the name: making one raises NotImplementedError."""
+
+    _ndim = 4
+
+
+def __getattr__(name: str) -> object:
+    raise AttributeError(missing("pytorch.conv", name))

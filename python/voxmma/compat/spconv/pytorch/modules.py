@@ -1,0 +1,148 @@
+"""SparseModule, what holds and names such modules, and norms and activations of SparseConvTensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from voxmma.compat.spconv.core import missing
+from voxmma.compat.spconv.pytorch.core import SparseConvTensor
+
+
+class SparseModule(nn.Module):
+    """Base of all layers that take a SparseConvTensor; SparseSequential gives other modules its features."""
+
+    def __init__(self, name: str | None = None) -> None:
+        nn.Module.__init__(self)
+        self.name = name
+        self._sparse_unique_name = ""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # Here and not in the layers, so that code which replaces it converts 1.x weights its own way.
+        weight = state_dict.get(f"{prefix}weight")
+        if isinstance(weight, torch.Tensor):
+            state_dict[f"{prefix}weight"] = self._converted(weight)
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *rest)
+
+    def _converted(self, weight: torch.Tensor) -> torch.Tensor:
+        """A checkpoint's weight in this module's layout."""
+        return weight
+
+
+def is_spconv_module(module: nn.Module) -> bool:
+    """Whether the module takes SparseConvTensors."""
+    return isinstance(module, _TAKE_TENSORS)
+
+
+def is_sparse_conv(module: nn.Module) -> bool:
+    """Whether the module is a sparse convolution."""
+    from voxmma.compat.spconv.pytorch.conv import SparseConvolution
+
+    return isinstance(module, SparseConvolution)
+
+
+def assign_name_for_sparse_modules(module: nn.Module) -> None:
+    """Names every SparseModule by its path in `module`, for `SparseConvTensor.benchmark`."""
+    for path, part in module.named_modules():
+        if isinstance(part, SparseModule):
+            part.name = path
+            part._sparse_unique_name = path
+
+
+def on_features(module: nn.Module, x: SparseConvTensor) -> SparseConvTensor:
+    """A module of (N, C) on the features; the record of the convolution that made them comes along."""
+    if x._features.shape[0] == 0 and isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return x  # which has no statistics of nothing
+    made = x._with(module(x._features))
+    if made._record is not None:
+        made._applied = (*x._applied, type(module).__name__)
+    return made
+
+
+class SparseSequential(SparseModule):
+    """Modules one after another: SparseModules are given the tensor, others its features.
+
+    SparseSequential(a, b), SparseSequential(OrderedDict(a=a, b=b)) or SparseSequential(a=a, b=b). Of what is
+    no SparseConvTensor any more (ToDense), all modules are given the whole. Batch norms leave an empty tensor
+    as it is.
+    """
+
+    def __init__(self, *args: Any, **kwargs: nn.Module) -> None:
+        super().__init__()
+        named: Mapping[str, nn.Module] = {str(i): module for i, module in enumerate(args)}
+        if len(args) == 1 and isinstance(args[0], OrderedDict):
+            named = args[0]
+        for name, module in (*named.items(), *kwargs.items()):
+            if name in self._modules:
+                raise ValueError(f"two modules are named {name!r}")
+            self.add_module(name, module)
+
+    def __getitem__(self, idx: int) -> Any:
+        if not -len(self) <= idx < len(self):
+            raise IndexError(f"index {idx} is out of range")
+        return list(self._modules.values())[idx]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def add(self, module: nn.Module, name: str | None = None) -> None:
+        """Appends a module; its name is its number by default."""
+        name = str(len(self)) if name is None else name
+        if name in self._modules:
+            raise KeyError(f"a module is named {name!r} already")
+        self.add_module(name, module)
+
+    def forward(self, input: Any) -> Any:
+        for module in self._modules.values():
+            if isinstance(module, _TAKE_TENSORS) or not isinstance(input, SparseConvTensor):
+                input = module(input)  # type: ignore[misc]
+            else:
+                input = on_features(module, input)  # type: ignore[arg-type]
+        return input
+
+
+class ToDense(SparseModule):
+    """SparseConvTensor -> dense grid (batch, C, *spatial_shape)."""
+
+    def forward(self, x: SparseConvTensor) -> torch.Tensor:
+        return x.dense()
+
+
+class RemoveGrid(SparseModule):
+    """Drops `grid`."""
+
+    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        x.grid = None
+        return x
+
+
+class _OnFeatures:
+    """Mixin in front of a torch layer: its forward on the features of a SparseConvTensor, or on a tensor."""
+
+    def forward(self, input: Any) -> Any:
+        if not isinstance(input, SparseConvTensor):
+            return super().forward(input)  # type: ignore[misc]
+        return input._with(super().forward(input._features))  # type: ignore[misc]
+
+
+class SparseBatchNorm(_OnFeatures, nn.BatchNorm1d):
+    """torch.nn.BatchNorm1d on SparseConvTensors."""
+
+
+class SparseReLU(_OnFeatures, nn.ReLU):
+    """torch.nn.ReLU on SparseConvTensors."""
+
+
+class SparseIdentity(nn.Identity):
+    """torch.nn.Identity."""
+
+
+_TAKE_TENSORS = (SparseModule, SparseBatchNorm, SparseReLU, SparseIdentity)
+
+
+def __getattr__(name: str) -> object:
+    raise AttributeError(missing("pytorch.modules", name))

@@ -1,0 +1,321 @@
+"""Engines as files: data alone, a list of operators and tensors, never unpickled.
+
+A zip archive of uncompressed entries: `engine.json`, and the bytes of every tensor. Operators are those of
+aten and of voxmma that a program may hold; a file can make this process compute, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from voxmma._extension import _C
+from voxmma._types import Triple
+from voxmma._version import __version__
+from voxmma.engine import ops as _ops  # noqa: F401  defines the operators
+from voxmma.engine.compiled import Engine, Input
+from voxmma.engine.errors import EngineError
+from voxmma.engine.record import (
+    Capacity,
+    Const,
+    Level,
+    Plan,
+    Program,
+    Ref,
+    Report,
+    Room,
+    Step,
+    TensorOut,
+    VoxelsOut,
+)
+from voxmma.sparse.derive import Derived
+from voxmma.sparse.maps import Geometry
+
+_FORMAT = 1
+_HEAD = "engine.json"
+_PLACES = {"ref": Ref, "const": Const, "capacity": Capacity, "room": Room}
+_KINDS = {kind: name for name, kind in _PLACES.items()}
+#: Operators without an operand: others of these read files, or make what a program never makes.
+_CREATE = frozenset(["arange", "empty", "eye", "full", "linspace", "ones", "scalar_tensor", "zeros"])
+_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+
+
+def _word(value: Any) -> str:
+    """'float16' of torch.float16."""
+    return str(value).removeprefix("torch.")
+
+
+_NAMED: dict[str, dict[str, Any]] = {
+    "dtype": {_word(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    "layout": {"strided": torch.strided},
+    "memory_format": {_word(value): value for value in _FORMATS},
+}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What an engine's numbers and kernels depend on."""
+    made: dict[str, Any] = {
+        "voxmma": __version__, "build": _C.BUILD_ID, "torch": torch.__version__, "device": device.type
+    }  # fmt: skip
+    if device.type == "cuda":
+        made["card"] = torch.cuda.get_device_name(device)
+        made["capability"] = list(torch.cuda.get_device_capability(device))
+    return made
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+
+def _encoded(value: Any) -> Any:
+    kind = type(value)
+    if kind in _KINDS:
+        return {_KINDS[kind]: next(iter(asdict(value).values()))}
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return {"float": value.hex()}
+    if kind in (list, tuple):
+        return [_encoded(part) for part in value]
+    if kind is torch.device:
+        return {"device": value.type}
+    for name, table in _NAMED.items():
+        for text, known in table.items():
+            if known is value:
+                return {name: text}
+    raise EngineError(f"the engine cannot be saved: an argument is {kind.__name__} {value!r}")
+
+
+def _output(out: Any) -> Any:
+    if isinstance(out, VoxelsOut):
+        return {"voxels": [out.level, _encoded(out.feats), _encoded(out.coords), list(out.stride)]}
+    if isinstance(out, TensorOut):
+        return {"tensor": [out.level, _encoded(out.value)]}
+    return {"value": _encoded(out)}
+
+
+def _axes(tensor: Tensor) -> list[int]:
+    """Dimensions in the order in which they lie in memory, which products may round by."""
+    return sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    laid = tensor.detach().permute(_axes(tensor)).cpu().contiguous()
+    data: bytes = laid.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return data
+
+
+def _spec(tree: Any) -> str:
+    try:
+        return str(pytree.treespec_dumps(tree))
+    except NotImplementedError as error:
+        raise EngineError(f"the engine cannot be saved: {error}") from None
+
+
+def save(engine: Engine, path: str | Path) -> None:
+    """Writes an engine. EngineError for inputs or results of types that JSON has no word for."""
+    program = engine._program
+    inputs = [{**asdict(given), "dtype": _encoded(given.dtype)} for given in engine._inputs]
+    with engine._lock:
+        head = {
+            "format": _FORMAT,
+            "machine": machine(engine.device),
+            "grow": engine.grow,
+            "capacities": engine._instance.capacities,
+            "rooms": engine._instance.rooms,
+            "needs": engine._needs,
+            "inputs": inputs,
+            "built": _spec(engine._spec),
+            "levels": [[list(_path(level)), level.parent, list(level.bounds)] for level in program.levels],
+            "plans": [[plan.source, plan.target, plan.geometry, plan.reverse] for plan in program.plans],
+            "given": [ref.number for ref in program.inputs],
+            "steps": [
+                [f"{step.func._schema.name}.{step.func._overloadname}", _encoded(step.args),
+                 {name: _encoded(value) for name, value in step.kwargs.items()}, step.out, step.frees]
+                for step in program.steps
+            ],
+            "counts": [_encoded(count) for count in program.counts],
+            "reports": [[report.kind, report.number, _encoded(report.status)] for report in program.reports],
+            "outputs": [_output(out) for out in program.outputs],
+            "returned": _spec(program.spec),
+            "tensors": [
+                [_word(t.dtype), list(t.shape), _axes(t), t.device.type] for t in program.consts
+            ],
+        }  # fmt: skip
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(_HEAD, json.dumps(head, indent=1))
+        for number, tensor in enumerate(program.consts):
+            archive.writestr(f"tensors/{number}", _bytes(tensor))
+
+
+def _path(level: Level) -> Iterator[Any]:
+    first, *rest = level.path
+    yield first
+    yield from (list(step) for step in rest)
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _data(path: str | Path) -> Iterator[None]:
+    """Whatever a file that is cut or made up leads to is an EngineError."""
+    try:
+        yield
+    except (EngineError, OSError):
+        raise
+    except Exception as error:
+        raise EngineError(f"{path} is no engine: {type(error).__name__}: {error}") from error
+
+
+class _Reader:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def decoded(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.decoded(part) for part in value]
+        if not isinstance(value, dict):
+            return value
+        ((kind, content),) = value.items()
+        if kind in _PLACES:
+            if type(content) is not int or content < 0:
+                raise EngineError(f"a place of the program is {content!r}")
+            return _PLACES[kind](content)
+        if kind == "float":
+            return float.fromhex(content)
+        if kind == "device":
+            return torch.device("cpu") if content == "cpu" else self.device
+        return _NAMED[kind][content]
+
+    def operator(self, name: str) -> Any:
+        """An operator that a program may hold."""
+        space, _, rest = name.partition("::")
+        base, _, overload = rest.partition(".")
+        if space not in ("aten", "voxmma"):
+            raise EngineError(f"operator {name!r} is not one of aten or voxmma")
+        found = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+        operands = any("Tensor" in str(argument.type) for argument in found._schema.arguments)
+        if not operands and base not in _CREATE:
+            raise EngineError(f"operator {name!r} belongs to no network")
+        return found
+
+    def output(self, value: Any) -> Any:
+        ((kind, content),) = value.items()
+        if kind == "voxels":
+            level, feats, coords, stride = content
+            return VoxelsOut(level, self.decoded(feats), self.decoded(coords), tuple(stride))
+        if kind == "tensor":
+            return TensorOut(content[0], self.decoded(content[1]))
+        return self.decoded(content)
+
+
+def _geometry(parts: Sequence[Sequence[int]]) -> Geometry:
+    return Geometry(*map(tuple, parts))  # type: ignore[arg-type]
+
+
+def _tensor(
+    content: bytes, dtype: torch.dtype, shape: list[int], axes: list[int], device: torch.device
+) -> Tensor:
+    if len(content) != math.prod(shape) * dtype.itemsize or sorted(axes) != list(range(len(shape))):
+        raise EngineError("a tensor has another size than the file says")
+    flat = torch.empty(0, dtype=torch.uint8)
+    if content:
+        flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    laid = flat.view(dtype).reshape([shape[axis] for axis in axes])
+    return laid.permute([axes.index(dim) for dim in range(len(shape))]).to(device)
+
+
+def _triple(shape: list[int] | None) -> Triple | None:
+    return None if shape is None else (shape[0], shape[1], shape[2])
+
+
+def _derived(geometry: Any, to_children: bool, shape: list[int] | None) -> Derived:
+    return Derived(_geometry(geometry), bool(to_children), _triple(shape))
+
+
+def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
+    """Reads an engine that `Engine.save` wrote; runs no code that the file brings along.
+
+    Args:
+        path: the file.
+        device: where it runs, a device of the kind that it was compiled on. Default: that, and of GPUs the
+            current one.
+
+    Raises OSError for a file that cannot be read, EngineError for a file that is no engine or was cut, that
+    holds operators of no network, or that was written by another version or build of voxmma, by another
+    PyTorch, or for another card.
+    """
+    with _data(path):
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+            if broken is not None:
+                raise EngineError(f"{path} is damaged: {broken}")
+            head = json.loads(archive.read(_HEAD))
+            if head.get("format") != _FORMAT:
+                raise EngineError(f"{path} has format {head.get('format')!r}, this version reads {_FORMAT}")
+            made_on = head["machine"]
+            target = torch.empty(0, device=device or made_on["device"]).device
+            here = machine(target)
+            for name, wanted in made_on.items():
+                if here.get(name) != wanted:
+                    raise EngineError(f"{path} is for {name} {wanted}, this is {here.get(name)}")
+            reader = _Reader(target)
+            consts = [
+                _tensor(
+                    archive.read(f"tensors/{number}"),
+                    _NAMED["dtype"][dtype],
+                    shape,
+                    axes,
+                    torch.device("cpu") if place == "cpu" else target,
+                )
+                for number, (dtype, shape, axes, place) in enumerate(head["tensors"])
+            ]
+        levels = [
+            Level((steps[0], *(_derived(*step) for step in steps[1:])), parent, tuple(bounds))
+            for steps, parent, bounds in head["levels"]
+        ]
+        program = Program(
+            levels,
+            [Plan(source, target_, _geometry(g), reverse) for source, target_, g, reverse in head["plans"]],
+            [Ref(number) for number in head["given"]],
+            [
+                Step(
+                    reader.operator(name),
+                    reader.decoded(args),
+                    {key: reader.decoded(value) for key, value in kwargs.items()},
+                    tuple(out),
+                    tuple(frees),
+                )
+                for name, args, kwargs, out, frees in head["steps"]
+            ],
+            consts,
+            [reader.decoded(count) for count in head["counts"]],
+            [Report(kind, number, reader.decoded(status)) for kind, number, status in head["reports"]],
+            [reader.output(out) for out in head["outputs"]],
+            pytree.treespec_loads(head["returned"]),
+        )
+        inputs = [
+            Input(
+                tuple(given["shape"]),
+                reader.decoded(given["dtype"]),
+                given["root"],
+                given["batch_size"],
+                tuple(given["stride"]),
+                _triple(given["spatial_shape"]),
+            )
+            for given in head["inputs"]
+        ]
+        return Engine(
+            program, inputs, pytree.treespec_loads(head["built"]), head["capacities"], head["rooms"], target,
+            bool(head["grow"]), head["needs"],
+        )  # fmt: skip

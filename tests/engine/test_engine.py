@@ -1,0 +1,680 @@
+"""Engines: frames of any size give what the eager network gives, and what is refused and reported."""
+
+from __future__ import annotations
+
+import json
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import voxmma
+from voxmma import models
+from voxmma import nn as vnn
+from voxmma.engine import Engine, EngineError, compile, load
+from voxmma.nn import functional as F
+from voxmma.sparse import segments
+
+from conftest import random_coords, surface_coords
+
+Device = torch.device
+SIZES = (700, 3, 50, 1, 400, 0, 900)
+
+
+def evaluated(net: nn.Module, device: Device, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A network whose norms have statistics, ready for inference."""
+    generator = torch.Generator().manual_seed(7)
+    for module in net.modules():
+        for name, spread in (("running_mean", 0.3), ("running_var", 0.4)):
+            value = getattr(module, name, None)
+            if isinstance(value, torch.Tensor):
+                noise = torch.rand(value.shape, generator=generator) * spread
+                value.copy_(noise if name == "running_mean" else noise + 0.6)
+    return net.eval().to(device, dtype)
+
+
+def frame(
+    n: int,
+    device: Device,
+    channels: int = 4,
+    seed: int = 0,
+    batch: int = 2,
+    extent: int = 13,
+    dtype: torch.dtype = torch.float32,
+) -> voxmma.Voxels:
+    coords = random_coords(n, extent, batch, seed)
+    feats = torch.randn(n, channels, generator=torch.Generator().manual_seed(seed))
+    return voxmma.Voxels(coords.to(device), feats.to(device, dtype), batch_size=batch)
+
+
+def leaves(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def assert_same(got: Any, wanted: Any, exact: bool | None = None) -> None:
+    """Bit for bit on a CPU; on a GPU convolutions divide sums into parts by the number of tiles."""
+    for a, b in zip(leaves(got), leaves(wanted), strict=True):
+        if isinstance(b, voxmma.Voxels):
+            assert torch.equal(a.coords, b.coords)
+            assert a.stride == b.stride and a.batch_size == b.batch_size
+            a, b = a.feats, b.feats
+        assert a.dtype == b.dtype and a.shape == b.shape
+        if exact or (exact is None and a.device.type == "cpu"):
+            assert torch.equal(a, b)
+        elif b.numel():
+            limit = 1e-5 if b.dtype == torch.float32 else 4e-3
+            assert float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)) < limit
+
+
+def agree(engine: Engine, net: Callable[..., Any], frames: list[voxmma.Voxels]) -> None:
+    for x in frames:
+        with torch.no_grad():
+            wanted = net(x)
+        first = engine((x.coords.clone(), x.feats)).get()
+        assert_same(first, wanted)
+        assert_same(engine(x).get(), first, exact=True)
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "second": lambda: models.SECONDBackbone(4),
+    "unet": lambda: models.SparseUNet(
+        4, 5, channels=(16, 32, 32, 16), blocks=(1, 1, 1, 1), stem_channels=16, stem_kernels=(3,)
+    ),
+    "resnet": lambda: models.ResNet21D(4, width=0.5),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_frames_of_any_size_are_those_of_the_eager_network(name: str, device: Device) -> None:
+    net = evaluated(NETWORKS[name](), device)
+    engine = compile(net, frame(800, device, extent=14), capacity=1000)
+    agree(engine, net, [frame(n, device, seed=n) for n in SIZES])
+    assert engine.frames == 2 * len(SIZES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_bits_are_those_of_the_eager_network_where_tiles_are_as_many(
+    device: Device, dtype: torch.dtype
+) -> None:
+    net = evaluated(NETWORKS["unet"](), device, dtype)
+    x = frame(5000, device, extent=24, dtype=dtype)
+    with torch.no_grad():
+        needs = [x.num_voxels, F.max_pool(x, 2).num_voxels, F.max_pool(F.max_pool(x, 2), 2).num_voxels]
+        wanted = net(x)
+    engine = compile(net, x, capacity=x.num_voxels, levels=dict(enumerate(needs)))
+    assert engine.capacities == needs
+    assert_same(engine(x).get(), wanted, exact=True)
+
+
+def test_half_precision_under_autocast_is_frozen(device: Device) -> None:
+    net = evaluated(NETWORKS["unet"](), device)
+    half = torch.float16 if device.type == "cuda" else torch.bfloat16
+    x = frame(500, device)
+    with torch.autocast(device.type, half):
+        engine = compile(net, x)
+        with torch.no_grad():
+            wanted = net(x)
+    assert wanted.dtype == half
+    assert_same(engine(x).get(), wanted)  # outside of autocast
+    with torch.autocast(
+        device.type, torch.float32 if device.type == "cuda" else torch.float16, enabled=False
+    ):
+        assert_same(engine(x).get(), wanted)
+
+
+class Everything(nn.Module):
+    """Whatever of voxmma.nn an engine takes beside convolutions and norms, and torch's own layers on rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = vnn.SparseConv3d(4, 16, 3)
+        self.linear, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+        self.grow = vnn.SparseConvTranspose3d(16, 16, 2, stride=2, generative=True)
+        self.head = nn.Linear(16, 3)
+        self.table = nn.Embedding(13, 16)
+
+    def forward(self, x: voxmma.Voxels) -> dict[str, Any]:
+        y = self.conv(x)
+        y = y.with_feats(self.norm(nn.functional.gelu(self.linear(y.feats)) * 2 + y.feats))
+        y = y.with_feats(y.feats + self.table(x.coords[:, 1]))
+        low = F.avg_pool(y, 2)
+        low = F.add(low, F.max_pool(low, 3, 1))
+        up = F.unpool(low, 2)
+        y = F.cat(y, up)
+        gate = torch.sigmoid(y.feats.unflatten(1, (2, 16)).mean(2, keepdim=True))
+        y = y.with_feats((y.feats.unflatten(1, (2, 16)) * gate).flatten(1).softmax(1))
+        fine = self.grow(low)
+        pooled = F.global_avg_pool(y), F.global_max_pool(low), F.global_sum_pool(fine)
+        y = F.group_norm(y, 4)
+        return {
+            "voxels": y,
+            "fine": fine,
+            "feats": low.feats[:, 1:5],
+            "logits": self.head(pooled[1]),
+            "pooled": torch.cat(pooled, 1),
+            "dense": low.dense((7, 7, 7)).amax(2),
+            "number": 3,
+        }
+
+
+def test_other_layers(device: Device) -> None:
+    net = evaluated(Everything(), device)
+    engine = compile(net, frame(800, device), capacity=1200)
+    for n in SIZES:
+        x = frame(n, device, seed=n)
+        with torch.no_grad():
+            wanted = net(x)
+        got = engine(x).get()
+        assert list(got) == list(wanted)
+        assert got.pop("number") == wanted.pop("number")
+        # torch's own products and functions may round otherwise for another number of rows
+        assert_same(list(got.values()), list(wanted.values()), exact=False)
+
+
+def test_tree_of_a_sized_set_sums_like_that_of_its_rows(device: Device) -> None:
+    n, room, samples = 5000, 9001, 3
+    coords = random_coords(n, 20, samples, 3).to(device)
+    values = torch.randn(n, 5, device=device)
+    wanted = segments.sample_sum(values, voxmma.CoordSet(coords, samples))
+    padded = coords.new_full((room, 4), 99)
+    padded[:n] = coords
+    rows = torch.full((room, 5), torch.nan, device=device)
+    rows[:n] = values
+    count = torch.tensor([n], device=device)
+    tree = torch.ops.voxmma.sized_tree(padded, count, samples)
+    for where, starts in zip(tree[::2], tree[1::2], strict=True):
+        rows = torch.ops.voxmma.segment_sum(rows, where, starts)
+    assert torch.equal(rows[:samples], wanted)
+
+
+def test_several_inputs(device: Device) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = vnn.SparseConv3d(4, 8, 3), vnn.SparseConv3d(2, 8, 3, stride=2)
+
+        def forward(self, pair: list[voxmma.Voxels], scale: torch.Tensor) -> tuple[Any, ...]:
+            a, b = self.a(pair[0]), self.b(pair[1])
+            return a.with_feats(a.feats * scale), b, F.global_sum_pool(a) + F.global_sum_pool(b)
+
+    net = Two().eval().to(device)
+    scale = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8], device=device)
+    engine = compile(net, ([frame(300, device), frame(200, device, 2)], scale), capacity=400)
+    for n in (100, 350):
+        a, b = frame(n, device, seed=n), frame(n + 5, device, 2, seed=n + 1)
+        with torch.no_grad():
+            wanted = net([a, b], scale + n)
+        assert_same(engine([a, (b.coords, b.feats)], scale + n).get(), wanted)
+    with pytest.raises(TypeError, match=r"expected inputs built as \[\[Voxels, Voxels\], tensor\], got"):
+        engine(a, b, scale)
+    with pytest.raises(ValueError, match=r"input 2 has shape \(4,\), the engine takes \(8,\)"):
+        engine([a, b], scale[:4])
+
+
+# ---- what is frozen ----------------------------------------------------------------------------------------
+
+
+def test_weights_and_settings_of_later_change_nothing(device: Device) -> None:
+    net = evaluated(NETWORKS["unet"](), device, torch.float16 if device.type == "cuda" else torch.float32)
+    dtype = next(net.parameters()).dtype
+    x = frame(600, device, dtype=dtype)
+    with torch.no_grad():
+        wanted = net(x)
+    engine = compile(net, x, grow=True)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(1)
+    voxmma.set_fp16_accum(True)
+    assert_same(engine(x).get(), wanted)
+    big = frame(1500, device, dtype=dtype)
+    engine(big).get()  # grows: a new graph
+    assert engine.capacities[0] >= 1500
+    assert_same(engine(x).get(), wanted)
+    assert {step["accumulator"] for step in engine.plan} == {"fp32"}
+
+
+def test_weights_are_packed_once(device: Device) -> None:
+    net = evaluated(Everything(), device)
+    engine = compile(net, frame(300, device))
+    steps = [step for step in engine._program.steps if step.func._schema.name.startswith("voxmma::conv")]
+    assert len(steps) == 2
+    assert all(step.func is torch.ops.voxmma.conv_fused.default for step in steps)
+    packed = [engine._program.consts[step.kwargs["packed"].number] for step in steps]
+    assert all(t.dtype == torch.uint8 for t in packed)
+    assert device.type == "cpu" or all(t.numel() for t in packed)
+    assert not any("pack_weight" in step.func._schema.name for step in engine._program.steps)
+
+
+def test_plan_is_the_precision_at_compile(device: Device) -> None:
+    net = evaluated(NETWORKS["second"](), device, torch.float16)
+    x = frame(300, device, dtype=torch.float16)
+    with voxmma.settings.override(fp16_accum=True):
+        engine = compile(net, x)
+        with torch.no_grad():
+            wanted = net(x)
+    assert "fp16" in {step["accumulator"] for step in engine.plan}
+    assert_same(engine(x).get(), wanted)
+
+
+def test_the_frame_is_not_kept_by_its_result(device: Device) -> None:
+    """Results stay what they were when later frames run."""
+    net = evaluated(NETWORKS["unet"](), device)
+    engine = compile(net, frame(500, device))
+    xs = [frame(n, device, seed=n) for n in (500, 20, 300)]
+    results = [engine((x.coords, x.feats)) for x in xs]
+    for x, result in zip(xs, results, strict=True):
+        with torch.no_grad():
+            assert_same(result.get(), net(x))
+        assert result.ready
+
+
+def test_inputs_are_not_written_to(device: Device) -> None:
+    net = nn.Sequential(_Inplace(), vnn.SparseConv3d(4, 8, 3)).to(device)
+    x = frame(100, device)
+    before = x.feats.clone()
+    engine = compile(net.eval(), x)
+    for _ in range(2):
+        with torch.no_grad():
+            wanted = net(x.with_feats(before.clone()))
+        assert_same(engine(x).get(), wanted)
+    assert torch.equal(x.feats, before)
+
+
+class _Inplace(nn.Module):
+    def forward(self, x: voxmma.Voxels) -> voxmma.Voxels:
+        return x.with_feats(x.feats.relu_().add_(1))
+
+
+# ---- capacities --------------------------------------------------------------------------------------------
+
+
+def test_too_many_voxels_are_refused_at_once(device: Device) -> None:
+    engine = compile(evaluated(NETWORKS["second"](), device), frame(100, device), capacity=150)
+    x = frame(151, device)
+    with pytest.raises(ValueError, match="the frame has 151 voxels, the engine's capacity is 150"):
+        engine(x)
+    engine(frame(150, device)).check()
+
+
+def test_a_level_that_does_not_fit_is_named(device: Device) -> None:
+    net = evaluated(NETWORKS["unet"](), device)
+    thick = frame(800, device, batch=1, extent=10)  # many voxels in few coarse ones
+    line = torch.zeros(200, 4, dtype=torch.int32)
+    line[:, 1] = 2 * torch.arange(200)
+    thin = voxmma.Voxels(line.to(device), torch.randn(200, 4, device=device))
+    with torch.no_grad():
+        need = F.avg_pool(thin, 2).num_voxels
+    bounds = (0, 0, 0, 511, 15, 15)
+    engine = compile(net, thick, capacity=800, bounds=bounds)
+    assert engine.capacities[1] < need
+    result = engine((thin.coords, thin.feats))
+    message = (
+        rf"level 1 \(layer of kernel_size \(2, 2, 2\), stride \(2, 2, 2\) on level 0\) needs {need} rows"
+    )
+    for _ in range(2):  # as often as it is read
+        with pytest.raises(EngineError, match=message):
+            result.get()
+    agree(engine, net, [thick])  # the engine is none the worse
+    wide = compile(net, thick, capacity=800, bounds=bounds, levels={1: need, 2: need})
+    agree(wide, net, [thin, thick])
+
+
+def test_growing(device: Device) -> None:
+    net = evaluated(NETWORKS["unet"](), device)
+    line = torch.zeros(400, 4, dtype=torch.int32)
+    line[:, 1] = 2 * torch.arange(400)
+    thin = voxmma.Voxels(line.to(device), torch.randn(400, 4, device=device))
+    thick = frame(300, device, batch=1, extent=7)
+    engine = compile(net, thick, capacity=300, bounds=(0, 0, 0, 1023, 15, 15), grow=True)
+    before = engine.capacities
+    result = engine((thin.coords, thin.feats))
+    kept = engine((thick.coords, thick.feats))
+    with torch.no_grad():
+        assert_same(result.get(), net(thin))
+        assert_same(kept.get(), net(thick))
+    assert all(a >= b for a, b in zip(engine.capacities, before, strict=True))
+    assert engine.capacities[0] >= 400 and engine.capacities[2] >= 100
+    agree(engine, net, [thin, thick])
+
+
+def test_further_examples_count(device: Device) -> None:
+    net = evaluated(NETWORKS["unet"](), device)
+    a, b = frame(100, device, seed=1), frame(700, device, seed=2)
+    engine = compile(net, a, frames=[b])
+    assert engine.capacities[0] >= 700
+    agree(engine, net, [a, b])
+    assert "kernel_size (2, 2, 2)" in engine.levels()
+    with pytest.raises(ValueError, match="capacity is 600, an example has 700 voxels"):
+        compile(net, a, frames=[b], capacity=600)
+    with pytest.raises(ValueError, match=r"levels\[1\] is 2, an example needs"):
+        compile(net, a, levels={1: 2})
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(device: Device) -> Engine:
+    return compile(evaluated(NETWORKS["second"](), device), frame(200, device), check_finite=True)
+
+
+def test_duplicates_are_reported_when_the_result_is_read(small: Engine, device: Device) -> None:
+    x = frame(100, device)
+    coords = x.coords.clone()
+    coords[70] = coords[30]
+    result = small((coords, x.feats))
+    found = tuple(coords[70].tolist())
+    with pytest.raises(
+        ValueError, match=rf"coords rows 30 and 70 are the same voxel \({found[0]}, {found[1]}"
+    ):
+        result.get()
+    small(x).check()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ((2, 1, 1, 1), r"coords row 40 is \(2, 1, 1, 1\): the batch index must be in 0..1, .* 2 samples"),
+        ((-1, 1, 1, 1), r"coords row 40 is \(-1, 1, 1, 1\): the batch index"),
+        ((0, 1, 5000, 1), r"coords row 40 is \(0, 1, 5000, 1\): the engine's bounds are"),
+        ((0, 1, 1, -(1 << 17) - 5), r"coords row 40 is .*: the engine's bounds are"),
+    ],
+)
+def test_coordinates_out_of_bounds(small: Engine, device: Device, row: tuple[int, ...], message: str) -> None:
+    x = frame(100, device)
+    coords = x.coords.clone()
+    coords[40] = torch.tensor(row, device=device)
+    coords[60] = coords[40]
+    with pytest.raises(ValueError, match=message):
+        small((coords, x.feats)).get()
+    far = coords.long()
+    far[40, 1] = 1 << 40
+    with pytest.raises(ValueError, match=r"coords row 40 is"):
+        small((far, x.feats)).get()
+    good = frame(100, device)
+    small((good.coords.long(), good.feats)).check()
+
+
+def test_values_that_are_not_finite(small: Engine, device: Device) -> None:
+    x = frame(100, device)
+    feats = x.feats.clone()
+    feats[33, 1], feats[50, 2] = torch.nan, torch.inf
+    with pytest.raises(ValueError, match="feats row 33 of input 0 is not finite"):
+        small((x.coords, feats)).get()
+    small(x).check()  # and nothing of the frame before is left
+
+
+def test_inputs_of_the_wrong_kind(small: Engine, device: Device) -> None:
+    x = frame(50, device)
+    for bad, error, message in (
+        ((x.coords, x.feats.half()), TypeError, "feats is torch.float16, the engine takes torch.float32"),
+        ((x.coords, x.feats[:, :3]), ValueError, "feats has 3 channels, the engine takes 4"),
+        ((x.coords, x.feats[:20]), ValueError, r"feats must be \(50, C\), got shape \(20, 4\)"),
+        ((x.coords.float(), x.feats), TypeError, "coords must be int32 or int64"),
+        ((x.coords[:, :3], x.feats), ValueError, r"coords must be \(N, 4\)"),
+        (frame(50, device, batch=3), ValueError, "the input has 3 samples, the engine takes 2"),
+        (voxmma.Voxels(x.coords, x.feats, 2, stride=2), ValueError, r"the input has stride \(2, 2, 2\)"),
+        (7, TypeError, "the input must be Voxels or"),
+    ):
+        with pytest.raises(error, match=message):
+            small(bad)
+    with pytest.raises(ValueError, match="feats is on meta, the engine on"):
+        small((x.coords, x.feats.to("meta")))
+    with pytest.raises(TypeError, match="expected inputs built as"):
+        small(x, x)
+    fewer = voxmma.Voxels(x.coords[x.coords[:, 0] == 0], x.feats[x.coords[:, 0] == 0], 1)
+    assert small(fewer).get()[0].batch_size == 1
+
+
+def test_voxels_outside_of_a_dense_grid(device: Device) -> None:
+    net = lambda x: vnn.functional.max_pool(x, 2).dense((6, 6, 6))  # noqa: E731
+    engine = compile(net, frame(200, device, extent=12), bounds=(0, 0, 0, 30, 30, 30))
+    x = frame(100, device, extent=12)
+    assert_same(engine(x).get(), net(x))
+    coords = x.coords.clone()
+    coords[9, 3] = 20
+    with pytest.raises(ValueError, match=r"a voxel of level 1 .* lies outside of the dense grid"):
+        engine((coords, x.feats)).get()
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+def _positive(x: voxmma.Voxels) -> torch.Tensor:
+    return x.feats[:, 0] > 0
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (lambda x: x.feats.sum(0), r"aten.sum: it goes over the rows"),
+        (lambda x: x.feats.softmax(0), r"aten._softmax: it goes over the rows"),
+        (lambda x: x.feats.t() @ x.feats, r"aten.mm: it sums over the rows"),
+        (lambda x: x.feats.cumsum(0), r"aten.cumsum: it goes over the rows"),
+        (lambda x: x.feats[:3], r"aten.slice: it goes over the rows"),
+        (lambda x: x.feats.flatten(), r"aten.*: it mixes the rows"),
+        (lambda x: x.feats.flip(0), r"aten.flip: it goes over the rows"),
+        (lambda x: x.feats[_positive(x)], r"a boolean mask|aten.index"),
+        (lambda x: torch.nonzero(_positive(x)), r"a boolean mask or torch.nonzero \(aten.nonzero\)"),
+        (lambda x: x if bool((x.feats > 9).any()) else None, r"reading a number on the host|aten.any"),
+        (lambda x: voxmma.prune(x, _positive(x)), r"cannot take"),
+        (lambda x: F.add_union(x, F.unpool(F.max_pool(x, 2), 2, generative=True)), r"an engine cannot"),
+        (lambda x: x.feats + torch.randn_like(x.feats), r"aten.randn_like: it is random"),
+        (lambda x: x.feats * x.num_voxels, r"aten.mul: its argument .* depends on the number of rows"),
+        (lambda x: x.feats.view(-1), r"it mixes the rows"),
+        (lambda x: x.with_feats(nn.functional.dropout(x.feats, training=True)), r"it is random"),
+        (lambda x: vnn.functional.batch_norm(x, None, None, training=True), r"statistics of the rows"),
+        (lambda x: x.coord_set.lookup(x.coords), "cannot look coordinates up"),
+        (lambda x: x.dense(), "cannot take"),
+    ],
+)
+def test_what_mixes_rows_is_refused_by_name(net: Callable[..., Any], message: str, device: Device) -> None:
+    with pytest.raises(EngineError, match=message):
+        compile(net, frame(100, device))
+
+
+def test_training_mode_is_refused(device: Device) -> None:
+    with pytest.raises(ValueError, match=r"training mode: call model.eval\(\)"):
+        compile(NETWORKS["second"](), frame(100, torch.device("cpu")))
+
+
+def test_code_that_looks_at_the_rows_is_refused(device: Device) -> None:
+    seen: list[int] = []
+
+    def net(x: voxmma.Voxels) -> voxmma.Voxels:
+        seen.append(x.num_voxels)
+        return x * 2 if len(seen) % 2 else x + 1
+
+    with pytest.raises(EngineError, match="another"):
+        compile(net, frame(100, device))
+
+
+def test_bad_arguments(device: Device) -> None:
+    x, net = frame(100, device), vnn.SparseConv3d(4, 8, 3).eval().to(device)
+    with pytest.raises(TypeError, match="example must hold Voxels"):
+        compile(net, x.feats)
+    with pytest.raises(ValueError, match="bounds must be 6 integers"):
+        compile(net, x, bounds=(1, 2))
+    with pytest.raises(ValueError, match="x must rise within"):
+        compile(net, x, bounds=(5, 0, 0, 1, 9, 9))
+    with pytest.raises(ValueError, match="coords row"):
+        compile(net, x, bounds=(0, 0, 0, 1, 9, 9))
+    with pytest.raises(ValueError, match="levels has 4"):
+        compile(net, x, levels={4: 100})
+    strided = vnn.SparseConv3d(4, 8, 2, stride=2).eval().to(device)
+    with pytest.raises(ValueError, match="made by a strided layer"):
+        with torch.no_grad():
+            y = strided(x)
+        compile(vnn.SparseConv3d(8, 8, 3).eval().to(device), y)
+
+
+def test_sets_and_maps_need_nothing_of_the_layers(device: Device) -> None:
+    """What runs beside the layers may run before them."""
+    net = evaluated(Everything(), device)
+    engine = compile(net, frame(300, device))
+    x = frame(200, device)
+    wanted = list(engine(x).get().values())
+    program = engine._program
+    side = program.beside()
+    names = {step.func._schema.name.split("::")[1] for step in side}
+    assert {"sized_index", "sized_sites", "sized_map", "sized_tree"} <= names
+    assert len([step for step in side if step.func is torch.ops.voxmma.sized_map.default]) == len(
+        program.plans
+    )
+    program.steps = [*side, *(step for step in program.steps if step not in side)]
+    for step in program.steps:
+        step.frees = ()
+    engine._instance = engine._build(engine.capacities, engine._instance.rooms)
+    got = list(engine(x).get().values())
+    assert got.pop() == wanted.pop() == 3
+    assert_same(got, wanted, exact=True)
+
+
+# ---- side by side ------------------------------------------------------------------------------------------
+
+
+def test_threads_share_an_engine(device: Device) -> None:
+    net = evaluated(NETWORKS["unet"](), device)
+    engine = compile(net, frame(400, device))
+    other = compile(evaluated(NETWORKS["second"](), device), frame(400, device))
+    xs = [frame(50 + 30 * i, device, seed=i) for i in range(8)]
+    with torch.no_grad():
+        wanted = [net(x) for x in xs]
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            stream = torch.cuda.Stream() if device.type == "cuda" else None
+            with torch.cuda.stream(stream):
+                for turn in range(4):
+                    at = (number + turn) % len(xs)
+                    result = engine((xs[at].coords, xs[at].feats))
+                    other(xs[at]).check()
+                    assert_same(result.get(), wanted[at])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.multigpu
+def test_two_gpus() -> None:
+    engines = []
+    for index in range(2):
+        device = torch.device("cuda", index)
+        net = evaluated(NETWORKS["second"](), device)
+        engines.append((compile(net, frame(300, device)), net, device))
+    for engine, net, device in engines:
+        agree(engine, net, [frame(n, device, seed=n) for n in (10, 300)])
+    with pytest.raises(ValueError, match="the engine on cuda:0"):
+        engines[0][0](frame(10, torch.device("cuda", 1)))
+
+
+@pytest.mark.gpu
+def test_a_frame_does_not_wait_for_the_device() -> None:
+    device = torch.device("cuda", 0)
+    engine = compile(evaluated(NETWORKS["unet"](), device), frame(500, device))
+    x = frame(300, device)
+    engine(x).check()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = engine((x.coords, x.feats))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    result.check()
+
+
+def test_real_scan_shapes(device: Device) -> None:
+    """Surfaces of several sizes through one engine."""
+    net = evaluated(NETWORKS["unet"](), device)
+
+    def scan(extent: int) -> voxmma.Voxels:
+        coords = surface_coords(extent, seed=extent).to(device)
+        feats = torch.randn(len(coords), 4, generator=torch.Generator().manual_seed(extent)).to(device)
+        return voxmma.Voxels(coords, feats, batch_size=1)
+
+    engine = compile(net, scan(40), bounds=(0, 0, 0, 63, 63, 63))
+    agree(engine, net, [scan(extent) for extent in (40, 11, 33)])
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_engine_does_the_same(device: Device, tmp_path: Path) -> None:
+    net = evaluated(Everything(), device)
+    engine = compile(net, frame(800, device), capacity=1200, grow=True, check_finite=True)
+    engine.save(tmp_path / "net.engine")
+    again = load(tmp_path / "net.engine")
+    assert again.device == engine.device and again.capacities == engine.capacities
+    assert again.levels() == engine.levels() and again.plan == engine.plan and again.grow
+    for n in (0, 5, 900, 1400):  # the last grows
+        x = frame(n, device, seed=n)
+        got, wanted = again(x).get(), engine(x).get()
+        assert got.pop("number") == wanted.pop("number") == 3
+        assert_same(list(got.values()), list(wanted.values()), exact=True)
+    with pytest.raises(ValueError, match="is not finite"):
+        again(frame(3, device) / 0.0).get()
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a file with another head."""
+    with zipfile.ZipFile(path) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    head = json.loads(content["engine.json"])
+    change(head)
+    content["engine.json"] = json.dumps(head).encode()
+    made = path.with_name("edited.engine")
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+    return made
+
+
+def test_files_that_are_no_engine_of_this_machine(tmp_path: Path) -> None:
+    device = torch.device("cpu")
+    path = tmp_path / "net.engine"
+    compile(evaluated(NETWORKS["second"](), device), frame(50, device)).save(path)
+    for name, value in (("card", "another"), ("build", "0"), ("torch", "1.0"), ("device", "cuda")):
+        wrong = edited(path, lambda head: head["machine"].update({name: value}))  # noqa: B023
+        with pytest.raises(EngineError, match=rf"is for {name}|is no engine"):
+            load(wrong)
+    with pytest.raises(EngineError, match="has format 2, this version reads 1"):
+        load(edited(path, lambda head: head.update(format=2)))
+    for operator, message in (
+        ("aten::from_file.default", "belongs to no network"),
+        ("prims::add.default", "is not one of aten or voxmma"),
+        ("aten::nothing.default", "is no engine"),
+    ):
+        wrong = edited(path, lambda head: head["steps"][0].__setitem__(0, operator))  # noqa: B023
+        with pytest.raises(EngineError, match=message):
+            load(wrong)
+    with pytest.raises(EngineError, match="a tensor has another size"):
+        load(edited(path, lambda head: head["tensors"][0].__setitem__(1, [3])))
+    cut = tmp_path / "cut.engine"
+    cut.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(EngineError, match="is no engine"):
+        load(cut)
+    flipped = bytearray(path.read_bytes())
+    flipped[len(flipped) // 2] ^= 0xFF
+    cut.write_bytes(flipped)
+    with pytest.raises(EngineError, match=r"is damaged: tensors|is no engine"):
+        load(cut)
+    with pytest.raises(OSError):
+        load(tmp_path / "none.engine")
+
+
+def test_what_has_no_word_in_a_file_is_not_saved(tmp_path: Path) -> None:
+    device = torch.device("cpu")
+    engine = compile(lambda x: (x, object), frame(50, device))
+    with pytest.raises(EngineError, match="cannot be saved"):
+        engine.save(tmp_path / "net.engine")

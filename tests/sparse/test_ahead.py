@@ -1,0 +1,275 @@
+"""What a network asked of one input is made at once for the next, and equals what its layers would make."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import voxmma
+from voxmma import Voxels, nn
+from voxmma.sparse import ahead, derive, maps
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.maps import KernelMap
+
+from conftest import random_coords, surface_coords
+
+
+class Network(torch.nn.Module):
+    """Down twice and up again; with `deep`, once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.SparseConv3d(4, 8, 5)
+        self.down = torch.nn.ModuleList(
+            [
+                nn.SparseConv3d(8, 8, 2, stride=2),
+                nn.SparseConv3d(8, 8, 3, stride=2),
+                nn.SparseConv3d(8, 8, 2, stride=2),
+            ]
+        )
+        self.same = torch.nn.ModuleList([nn.SparseConv3d(8, 8, 3) for _ in range(3)])
+        self.up = nn.SparseConvTranspose3d(8, 8, 3, stride=2)
+        self.deep = True
+
+    def forward(self, x: Voxels) -> Voxels:
+        x = self.same[0](self.down[0](self.stem(x)))
+        y = self.same[1](self.down[1](x))
+        if self.deep:
+            y = y.with_feats(y.feats + self.same[2](self.down[2](y)).feats.mean())
+        return self.up(y)
+
+
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_DEVICES", {"cuda", "cpu"})
+
+
+class Builds:
+    """What is built one by one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sets: list[Any] = []
+        self.maps: list[Any] = []
+        for module, name, to in (
+            (derive, "_make_cpu", self.sets),
+            (derive, "_make_cuda", self.sets),
+            (maps, "_build_cpu", self.maps),
+            (maps, "_build_cuda", self.maps),
+        ):
+            monkeypatch.setattr(module, name, self._counted(getattr(module, name), to))
+
+    def _counted(self, build: Any, to: list[Any]) -> Any:
+        def counted(*args: Any) -> Any:
+            to.append(args)
+            return build(*args)
+
+        return counted
+
+    def take(self) -> tuple[int, int]:
+        numbers = len(self.sets), len(self.maps)
+        self.sets.clear()
+        self.maps.clear()
+        return numbers
+
+
+def voxels(coords: Tensor, device: torch.device, grad: bool = False) -> Voxels:
+    feats = torch.randn((len(coords), 4), generator=torch.Generator().manual_seed(len(coords)))
+    return Voxels(coords.clone().to(device), feats.to(device).requires_grad_(grad), 3)
+
+
+def alike(mine: Voxels, theirs: Voxels) -> None:
+    assert torch.equal(mine.coords, theirs.coords) and torch.equal(mine.feats, theirs.feats)
+
+
+SCENES = [surface_coords(40), surface_coords(48, seed=5), random_coords(3000, 60, 3), surface_coords(20)]
+
+
+def test_the_second_input_finds_everything_made(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds = Builds(monkeypatch)
+    network = Network().to(device)
+    numbers = []
+    for grad in (False, True):
+        for i, coords in enumerate((SCENES[0], SCENES[1], SCENES[1], SCENES[0])):
+            with torch.set_grad_enabled(grad):
+                x, z = voxels(coords, device, grad), voxels(coords, device, grad)
+                y = network(x)
+                made = builds.take()
+                lone = Network().to(device)  # has seen nothing
+                lone.load_state_dict(network.state_dict())
+                expected = lone(z)
+                exact = builds.take()
+            alike(y, expected)
+            numbers.append(exact)
+            if i:
+                assert made == (0, 0)
+            else:
+                assert made == ((0, exact[1] - numbers[0][1]) if grad else exact)
+            if grad:
+                y.feats.square().sum().backward()
+                expected.feats.square().sum().backward()
+                assert torch.equal(x.feats.grad, z.feats.grad)
+                assert builds.take() == (0, 0)
+    assert numbers[0] == (3, 8) and numbers[-1] == (3, 10)  # beside those of the layers, two opposite ones
+
+
+def test_sets_and_maps_are_those_that_layers_make(device: torch.device) -> None:
+    network = Network().to(device)
+    with torch.no_grad():
+        network(voxels(SCENES[0], device))
+        for coords in (SCENES[1], SCENES[0]):
+            x, other = voxels(coords, device), voxels(coords, device)
+            network(x)
+            Network().to(device)(other)
+            mine, theirs = x.coord_set, other.coord_set
+            for _ in range(3):
+                assert mine.derived.keys() == theirs.derived.keys()
+                assert len(mine.maps) == len(theirs.maps)
+                for core, exact in zip(sorted_cores(mine), sorted_cores(theirs), strict=True):
+                    assert core.key[0] == exact.key[0] and core.sides.keys() == exact.sides.keys()
+                    for reverse in core.sides:
+                        check_sides(mine, theirs, core, exact, reverse)
+                (mine,), (theirs,) = mine.derived.values(), theirs.derived.values()
+                assert torch.equal(mine.coords, theirs.coords) and mine.bounds == theirs.bounds
+                assert mine.batch_size == theirs.batch_size and mine.finer.kind == theirs.finer.kind
+                if device.type == "cuda":
+                    assert torch.equal(mine.hash_index().order, theirs.hash_index().order)
+
+
+def sorted_cores(coords: CoordSet) -> list[maps.MapCore]:
+    return sorted(coords.maps.values(), key=lambda core: core.geometry)
+
+
+def check_sides(mine: CoordSet, theirs: CoordSet, core: Any, exact: Any, reverse: bool) -> None:
+    tables = []
+    for coords, made in ((mine, core), (theirs, exact)):
+        other = made.other or coords
+        ends = (other, coords) if reverse else (coords, other)
+        tables.append(KernelMap(*ends, made, reverse))
+    assert torch.equal(tables[0].neighbor_table(), tables[1].neighbor_table())
+    assert tables[0].num_pairs == tables[1].num_pairs
+    assert [t.shape for t in tables[0].tensors] == [t.shape for t in exact.sides[reverse].settled()] and all(
+        t.is_contiguous() for t in tables[0].tensors
+    )
+
+
+def test_what_does_not_fit_is_left_to_the_layers(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an input whose levels are small comes one whose levels are large, and the other way round."""
+    builds = Builds(monkeypatch)
+    network = Network().to(device)
+    scattered = 8 * random_coords(2500, 14, 1)  # each voxel a site of its own
+    with torch.no_grad():
+        network(voxels(surface_coords(50), device))
+        builds.take()
+        for coords, whole in (
+            (scattered, False),
+            (surface_coords(50), True),
+            (scattered, False),
+            (scattered, True),
+        ):
+            x = voxels(coords, device)
+            y = network(x)
+            sets, made = builds.take()
+            assert (sets == made == 0) if whole else (sets > 0 and made > 0)
+            lone = Network().to(device)
+            lone.load_state_dict(network.state_dict())
+            alike(y, lone(voxels(coords, device)))
+            builds.take()
+
+
+def test_what_nobody_takes_is_not_made_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    builds = Builds(monkeypatch)
+    network = Network().to(device)
+    with torch.no_grad():
+        network(voxels(SCENES[0], device))
+        network.deep = False
+        sizes = []
+        for _ in range(3):
+            x = voxels(SCENES[1], device)
+            builds.take()
+            network(x)
+            assert builds.take() == (0, 0)
+            level = next(iter(next(iter(x.coord_set.derived.values())).derived.values()))
+            sizes.append((len(level.derived), len(level.maps)))
+        assert sizes[0] > sizes[1] == sizes[2] == (0, 1)
+        network.deep = True
+        network(voxels(SCENES[0], device))
+        assert builds.take() == (1, 2)
+        network(voxels(SCENES[1], device))
+        assert builds.take() == (0, 0)
+
+
+def test_nothing_is_made_ahead_for_what_is_not_new(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = Network().to(device)
+    made = []
+    monkeypatch.setattr(ahead, "_make", lambda coords, asked: made.append(coords))
+    with torch.no_grad():
+        x = voxels(SCENES[0], device)
+        network(x)
+        network(x)
+        empty = voxels(SCENES[0][:0], device)
+        network.deep = False
+        network(empty)
+        assert not made
+        y = voxels(SCENES[1], device)
+        voxmma.kernel_map(y, 3)
+        network(y)
+        assert not made
+        network(voxels(SCENES[1], device))
+        assert len(made) == 1
+
+
+def test_errors_are_those_of_the_layers(device: torch.device) -> None:
+    network = Network().to(device)
+    limited = nn.SparseConvTranspose3d(8, 8, 2, stride=2, generative=True, max_voxels=9000).to(device)
+    with torch.no_grad():
+        limited(network.stem(voxels(SCENES[3], device)))
+        with pytest.raises(ValueError, match="max_voxels is 9,000"):
+            limited(network.stem(voxels(SCENES[0], device)))
+        edge = torch.tensor([[0, voxmma.sparse.coords.COORD_MAX, 3, 3], [0, 5, 5, 5]])
+        with pytest.raises(ValueError, match="makes voxels outside"):
+            limited(network.stem(voxels(edge, device)))
+
+
+def test_nothing_keeps_networks_or_inputs_alive(device: torch.device) -> None:
+    network = Network().to(device)
+    gc.collect()
+    before = len(ahead._ASKED)
+    with torch.no_grad():
+        for coords in SCENES[:3]:
+            network(voxels(coords, device))
+    assert len(ahead._ASKED) == before + 1
+    assert not [made for made in gc.get_objects() if type(made) is CoordSet and made.num == len(SCENES[1])]
+    del network
+    gc.collect()
+    assert len(ahead._ASKED) == before
+
+
+@pytest.mark.gpu
+def test_all_sizes_are_read_back_once() -> None:
+    import warnings
+
+    device = torch.device("cuda", 0)
+    network = Network().to(device)
+    with torch.no_grad():
+        network(voxels(SCENES[0], device))
+        network(voxels(SCENES[1], device))
+        x = voxels(SCENES[0], device)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                network(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len([c for c in caught if "synchroniz" in str(c.message)]) == 1

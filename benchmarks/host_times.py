@@ -46,7 +46,7 @@ def cases(device: str) -> dict[str, Case]:
         return layer.to(device, dtype)
 
     def fresh(feats: torch.Tensor = half) -> Any:
-        return voxmma.Voxels(coords, feats)
+        return voxmma.Voxels(voxmma.CoordSet(coords), feats)
 
     conv = on(nn.SparseConv3d(CHANNELS, CHANNELS, 3))
     conv_full = on(nn.SparseConv3d(CHANNELS, CHANNELS, 3), torch.float32)
@@ -72,7 +72,11 @@ def cases(device: str) -> dict[str, Case]:
 
     return {
         "set": (lambda: coords, lambda c: voxmma.CoordSet(c, 1)),
-        "voxels": (lambda: coords, lambda c: voxmma.Voxels(c, half, 1)),
+        "voxels": (coords.clone, lambda c: voxmma.Voxels(c, half, 1)),
+        "voxels, known tensor": (
+            kept(lambda: voxmma.Voxels(coords, half)),
+            lambda x: voxmma.Voxels(coords, x.feats),
+        ),
         "map 3x3x3": (lambda: voxmma.CoordSet(coords), lambda s: voxmma.kernel_map(s, 3)),
         "map 2x2x2 stride 2": (lambda: voxmma.CoordSet(coords), lambda s: voxmma.kernel_map(s, 2, stride=2)),
         "map 3x3x3, cached": (kept(lambda: voxmma.CoordSet(coords)), lambda s: voxmma.kernel_map(s, 3)),

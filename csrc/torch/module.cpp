@@ -184,6 +184,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_runs_on", &voxmma::build_runs_on, py::arg("archs"), py::arg("tile_arch"), py::arg("major"),
         py::arg("minor"));
   voxmma::bind_checks(m);
+  voxmma::bind_cached(m);
   voxmma::bind_prepared_conv(m);
   voxmma::bind_cuda(m);
 }

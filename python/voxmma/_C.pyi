@@ -56,6 +56,15 @@ def build_plan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
     """The tensors of a map, PlanStats, and the number of pairs, -1 where they are not read."""
 
+def write_count(tensors: tuple[object, ...]) -> int:
+    """Changes whenever torch writes into one of the tensors; not by .data, numpy or DLPack.
+
+    What is no tensor, or is an inference tensor, counts as 0.
+    """
+
+def map_size(like: Tensor, n_in: int, n_out: int) -> Tensor:
+    """Empty int32 of shape (0, n_in, n_out) on the device of `like`, never an inference tensor."""
+
 def index_sized(
     coords: Tensor, count: Tensor, bounds: Sequence[int], status: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def on_host(value: Any) -> torch.Tensor:
-    """A tensor as it is; numpy arrays and numbers as tensors on the CPU, whatever torch's default device is."""
+    """A tensor as it is; numpy arrays and numbers on the CPU, whatever torch's default device is."""
     if isinstance(value, torch.Tensor):
         return value
     return torch.as_tensor(value, device="cpu", dtype=None)

@@ -1,8 +1,8 @@
 """`with voxmma.audit() as log:` lists every launch as it happens, backward ones included.
 
-The log is taken where torch dispatches `torch.ops.voxmma.conv`, `conv_fused`, `conv_rescaled` and `conv_wgrad`, below
-autograd and autocast: what it shows are the arguments that reached the kernels, not what anybody meant to ask
-for. The record of each convolution call (voxmma.explain) adds the layer, the level that decided, and the
+The log is taken where torch dispatches `torch.ops.voxmma.conv`, `conv_fused`, `conv_rescaled` and
+`conv_wgrad`, below autograd and autocast: what it shows are the arguments that reached the kernels, not what
+anybody meant to ask for. The record of each convolution call (voxmma.explain) adds the layer, the level that decided, and the
 reason.
 """
 

@@ -107,7 +107,7 @@ def _sums(
     compute = _compute_type(x)
     features = x.to(compute)
     # Rounded to x's type first, as the GPU does, then exact in the compute type.
-    weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:])
+    weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:]).contiguous()
     if tile == "cpu_tf32":
         features, weights = round_tf32(features), round_tf32(weights)
     if transpose:

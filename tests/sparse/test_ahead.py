@@ -294,3 +294,22 @@ def test_rooms_are_not_guessed_from_what_says_little(
             assert builds.take() == one_by_one
         alike(y, network(voxels(SCENES[1], device)))
         assert builds.take() == (0, 0)
+
+
+def test_sets_of_other_kinds_are_left_alone(device: torch.device) -> None:
+    """As an engine's, which have neither an index nor a number of rows on the host."""
+
+    class Other(CoordSet):
+        __slots__ = ()
+
+        def hash_index(self) -> Any:
+            raise AssertionError("an index was asked for")
+
+        sorted_keys = hash_index
+
+    network = Network().to(device)
+    with torch.no_grad():
+        network(voxels(SCENES[0], device))
+    coords = Other.trusted(SCENES[1].clone().to(device), 3)
+    ahead.meet(coords, network.stem.weight)
+    assert coords.place is None and not coords.maps and not coords.derived

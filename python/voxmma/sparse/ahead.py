@@ -130,8 +130,8 @@ def meet(coords: CoordSet, weight: torch.Tensor) -> None:
     """
     if coords.place is not None or coords.device.type not in _DEVICES or coords.num == 0:
         return
-    if coords.sized or coords.repeated is not None or held_sets.get() is not None:
-        return
+    if type(coords) is not CoordSet or coords.repeated is not None or held_sets.get() is not None:
+        return  # sets of other kinds make what layers ask for themselves
     if torch._C._are_functorch_transforms_active() or not _on_this_device(weight, coords):
         return
     with coords._index.lock:

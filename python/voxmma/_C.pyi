@@ -56,6 +56,15 @@ def build_plan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
     """The tensors of a map, PlanStats, and the number of pairs, -1 where they are not read."""
 
+def write_count(tensors: tuple[object, ...]) -> int:
+    """Changes whenever torch writes into one of the tensors; not by .data, numpy or DLPack.
+
+    What is no tensor, or is an inference tensor, counts as 0.
+    """
+
+def map_size(like: Tensor, n_in: int, n_out: int) -> Tensor:
+    """Empty int32 of shape (0, n_in, n_out) on the device of `like`, never an inference tensor."""
+
 def index_sized(
     coords: Tensor, count: Tensor, bounds: Sequence[int], status: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,9 +230,8 @@ class PreparedConv:
         residual: Tensor | None,
         activation: str,
         slope: float,
-        out: Tensor | None,
     ) -> Tensor:
-        """torch.ops.voxmma.conv_fused, or conv_fused_into where there is an `out`, which is returned."""
+        """torch.ops.voxmma.conv_fused."""
 
 def operand_facts(x: Tensor, weight: Tensor, bias: Tensor | None) -> bytes | None:
     """Types and shapes of the operands, autocast, inference mode; None where they are on several devices."""

@@ -269,3 +269,28 @@ def test_all_sizes_are_read_back_once() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert len([c for c in caught if "synchroniz" in str(c.message)]) == 1
+
+
+def test_rooms_are_not_guessed_from_what_says_little(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm-up with a voxel, and a card whose memory does not hold the rooms."""
+    builds = Builds(monkeypatch)
+    network = Network().to(device)
+    with torch.no_grad():
+        network(voxels(torch.tensor([[0, 3, 3, 3]]), device))
+        one_by_one = builds.take()
+        network(voxels(SCENES[0], device))
+        assert builds.take() == one_by_one
+        network(voxels(SCENES[1], device))
+        assert builds.take() == (0, 0)
+
+        def full(*_: Any, **__: Any) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ahead, "plans_sized", full)
+            y = network(voxels(SCENES[1], device))
+            assert builds.take() == one_by_one
+        alike(y, network(voxels(SCENES[1], device)))
+        assert builds.take() == (0, 0)

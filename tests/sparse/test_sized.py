@@ -217,7 +217,7 @@ def test_several_maps_at_once(device: torch.device) -> None:
     exact = CoordSet(fine.to(device), 4)
     coarse = derive.windows(exact, down)
     source = sized_set(fine, len(fine) + 900, device)
-    made = derive_sized(source, down, False, coarse.num + 900, status_of(device)[0])
+    made = derive_sized(source, derive.Derived(down, False, None), coarse.num + 900, status_of(device)[0])
     none = sized_set(fine[:0], 0, device)
     empty = CoordSet(fine[:0].to(device), 4)
     wide = Geometry((1, 9, 9), (1, 1, 1), (1, 1, 1), (0, 4, 4))

@@ -15,6 +15,18 @@ _lock = threading.Lock()
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def on_host(value: Any) -> torch.Tensor:
+    """A tensor as it is; numpy arrays and numbers on the CPU, whatever torch's default device is."""
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.as_tensor(value, device="cpu", dtype=None)
+
+
+def version(coords: torch.Tensor) -> int:
+    """Changes with every write into a tensor, but for those of inference mode, where torch counts none."""
+    return -1 if coords.is_inference() else coords._version
+
+
 def known(coords: torch.Tensor, kind: Hashable, make: Callable[[], CoordSet]) -> CoordSet:
     """The set that `coords` was turned into, as long as it lives and nobody writes into it; else `make()`.
 
@@ -22,7 +34,7 @@ def known(coords: torch.Tensor, kind: Hashable, make: Callable[[], CoordSet]) ->
     """
     with _lock:
         found = _known.get(coords)
-    if found is not None and found[0] == coords._version and found[1] == kind:
+    if found is not None and found[0] == version(coords) and found[1] == kind:
         return found[2]
     made = make()
     remember(coords, kind, made)
@@ -32,7 +44,7 @@ def known(coords: torch.Tensor, kind: Hashable, make: Callable[[], CoordSet]) ->
 def remember(coords: torch.Tensor, kind: Hashable, made: CoordSet) -> None:
     """Tells `known` that `coords` stands for a set, which must not hold it."""
     with _lock:
-        _known[coords] = (coords._version, kind, made)
+        _known[coords] = (version(coords), kind, made)
 
 
 def distinct(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -42,7 +54,7 @@ def distinct(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     if len(found) == len(rows):
         return None
     numbers = torch.arange(len(rows), device=rows.device)
-    first = torch.full((len(found),), len(rows), device=rows.device)
+    first = torch.full((len(found),), len(rows), dtype=torch.int64, device=rows.device)
     first = first.scatter_reduce(0, inverse, numbers, "amin")
     first, order = torch.sort(first)
     return first, torch.argsort(order)[inverse]
@@ -50,8 +62,7 @@ def distinct(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 def whole(value: Any, name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """Coordinates as integers: floats are rounded down."""
-    if not isinstance(value, torch.Tensor):
-        value = torch.as_tensor(value)
+    value = on_host(value)
     if value.dim() != 2:
         raise ValueError(f"{name} must be (N, columns), got shape {tuple(value.shape)}")
     return (value.floor() if value.is_floating_point() else value).to(dtype)

@@ -23,6 +23,7 @@ from voxmma.sparse.maps import Direction, Geometry, MapCore, core_between, held_
 from voxmma.sparse.sized import Plan, SizedSet, derive_sized, plans_sized
 
 _SET_SLACK, _MAP_SLACK = 1.25, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'
+_MOST_GROWTH = 8  # of an input over the one before, from which rooms for it can be guessed
 _TILE = 256
 
 
@@ -60,7 +61,13 @@ class Asked:
 
     sites: list[_Site] = field(default_factory=list)
     maps: list[Wanted] = field(default_factory=list)
+    rows: int = 0
+    """voxels of the last input"""
     lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def forget(self) -> None:
+        with self.lock:
+            self.sites, self.maps = [], []
 
 
 class Place:
@@ -136,11 +143,17 @@ def meet(coords: CoordSet, weight: torch.Tensor) -> None:
                 asked = _ASKED[weight] = Asked()
         place = Place(asked, coords.num)
         with asked.lock:  # not held while anything is made: it is asked for under the locks of sets
+            if coords.num > _MOST_GROWTH * asked.rows:
+                asked.forget()
+            asked.rows = coords.num
             _drop_untaken(asked)
             sites, wanted = list(asked.sites), list(asked.maps)
         if wanted:
-            with torch.inference_mode(False), torch.no_grad():
-                _make(coords, place, sites, wanted)
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    _make(coords, place, sites, wanted)
+            except torch.OutOfMemoryError:  # one by one takes less: no room is guessed
+                asked.forget()
         coords.place = place  # last: until here the others wait
 
 

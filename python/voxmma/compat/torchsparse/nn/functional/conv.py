@@ -12,6 +12,7 @@ import torch
 
 from voxmma._types import Triple
 from voxmma.compat.kernels import turned
+from voxmma.compat.sets import version
 from voxmma.compat.torchsparse import options
 from voxmma.compat.torchsparse import tensor as _tensor
 from voxmma.compat.torchsparse.nn.functional.conv_config import rule
@@ -165,7 +166,7 @@ def run(
     made = call(inside, input.voxels, kernel, bias, coords=target)
     if out_stride not in caches.cmaps:
         caches.cmaps[out_stride] = _entry(coords, spatial_range)
-    found_set = (coords, coords._version, made._coord_set)
+    found_set = (coords, version(coords), made._coord_set)
     return SparseTensor._make(made._feats, coords, out_stride, spatial_range, caches, found_set, made._record)
 
 
@@ -215,8 +216,8 @@ def _outputs(source: CoordSet, layer: Shape, spatial_range: tuple[int, ...] | No
     least = source.coords[:, 1:].amin(0).tolist()
     first = [math.trunc((n - 2 * p + k - 1) / s) for n, k, s, _, p in zip(least, *clip, strict=True)]
     space = found.coords[:, 1:]
-    keep = (space >= torch.tensor(first, device=source.device)).all(1)
-    return _part(found, keep & (space < torch.tensor(shape, device=source.device)).all(1))
+    keep = (space >= torch.tensor(first, dtype=torch.int32, device=source.device)).all(1)
+    return _part(found, keep & (space < torch.tensor(shape, dtype=torch.int32, device=source.device)).all(1))
 
 
 def _part(found: CoordSet, keep: torch.Tensor) -> CoordSet:

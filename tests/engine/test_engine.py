@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import zipfile
@@ -18,6 +19,7 @@ from voxmma import models
 from voxmma import nn as vnn
 from voxmma.engine import Engine, EngineError, compile, load
 from voxmma.nn import functional as F
+from voxmma.precision.policy import PrecisionPolicy, apply_policy
 from voxmma.sparse import segments
 
 from conftest import random_coords, surface_coords
@@ -286,6 +288,26 @@ def test_weights_and_settings_of_later_change_nothing(device: Device) -> None:
     assert engine.capacities[0] >= 1500
     assert_same(engine(x).get(), wanted)
     assert {step["accumulator"] for step in engine.plan} == {"fp32"}
+
+
+@pytest.mark.parametrize("on", ["block", "module"])
+def test_a_policy_is_frozen(on: str, device: Device) -> None:
+    net, x = evaluated(NETWORKS["unet"](), device), frame(300, device)
+    with contextlib.ExitStack() as stack:
+        if on == "block":
+            stack.enter_context(PrecisionPolicy.auto_mixed_bf16)
+        else:
+            applied = apply_policy(net, "auto_mixed_bf16")
+        with voxmma.audit():
+            engine = compile(net, x)
+        with torch.no_grad():
+            wanted = net(x)
+        assert_same(engine(x).get(), wanted)
+    if on == "module":
+        applied.revert()
+    assert_same(engine(x).get(), wanted)
+    with PrecisionPolicy.always_f16:
+        assert_same(engine((x.coords.long(), x.feats)).get(), wanted)
 
 
 def test_weights_are_packed_once(device: Device) -> None:

@@ -459,6 +459,7 @@ class Engine:
         )
         raise TypeError(f"expected inputs built as {wanted}, got {got}".replace("'", ""))
 
+    @_surroundings.undisturbed()
     def _frame(self, frame: list[Any]) -> Result:
         """Enqueues a frame. Under the lock."""
         wanted = {}
@@ -716,6 +717,7 @@ class Result:
             row, twin = values[2] >> 32, values[2] & 0xFFFFFFFF
             raise ValueError(f"coords rows {twin} and {row} are the same voxel {tuple(coords[row].tolist())}")
 
+    @_surroundings.undisturbed()
     def _build(self) -> Any:
         engine, program = self._engine, self._engine._program
         sets: dict[int, CoordSet] = {}
@@ -816,8 +818,9 @@ def compile(
             )
         (recorder, program), (second, _) = runs
         program.steps, program.consts = join(recorder, second)
-        program.consts = [tensor.detach().clone() for tensor in program.consts]
-        program.optimise(recorder.dtypes)
+        with _surroundings.undisturbed():
+            program.consts = [tensor.detach().clone() for tensor in program.consts]
+            program.optimise(recorder.dtypes)
     made = [capacities[level.path] for level in program.levels]
     for number, rows in (levels or {}).items():
         if not 0 <= number < len(made):
@@ -841,6 +844,7 @@ def _as_inputs(example: Any) -> list[Any]:
     return list(example) if isinstance(example, tuple) else [example]
 
 
+@_surroundings.undisturbed()
 def _fresh(leaf: Any) -> Any:
     """A copy: of Voxels on a set of their own that nothing was made from yet."""
     if not isinstance(leaf, Voxels):
@@ -852,6 +856,7 @@ def _fresh(leaf: Any) -> Any:
     return Voxels._make(copied, leaf.feats.detach().clone(), leaf.stride)
 
 
+@_surroundings.undisturbed()
 def _box(coords: CoordSet) -> Bounds:
     """The box around a set's rows."""
     if not coords.num:
@@ -887,36 +892,9 @@ def _record(
     check_finite: bool,
 ) -> Program:
     """Runs the network on sized sets; with `half`, of every other row of the example, in another order."""
-    inputs: list[Ref] = []
-    filled: list[Any] = []
-    with torch.random.fork_rng(devices=[]):
-        for leaf, one in zip(leaves, given, strict=True):
-            if not one.sparse:
-                tensor = leaf.detach().clone()
-                inputs.append(recorder.input(tensor))
-                filled.append(tensor)
-                continue
-            coords, feats = leaf.coords, leaf.feats
-            if half:
-                coords, feats = coords.flip(0)[::2], feats.flip(0)[::2]
-            level = recorder.level((one.root,), -1, bounds[one.root], capacity)
-            rows = recorder.levels[level].marker
-            buffers = (coords.new_zeros((rows, 4)), feats.new_zeros((rows, *one.shape)))
-            buffers[0][: len(coords)], buffers[1][: len(feats)] = coords, feats.detach()
-            count = torch.full((1,), len(coords), dtype=torch.int64, device=coords.device)
-            inputs += [recorder.input(t) for t in (*buffers, count)]
-            with recorder:
-                *index, status = torch.ops.voxmma.sized_index(buffers[0], count, list(bounds[one.root]))
-                recorder.report("index", level, status)
-                if check_finite:
-                    recorder.report("finite", one.root, torch.ops.voxmma.sized_finite(buffers[1], count))
-            parts = (buffers[0], count, *index)
-            made = NetworkSet.make(
-                recorder, level, parts, one.batch_size, bounds[one.root], one.spatial_shape
-            )
-            filled.append(Voxels._make(made, buffers[1], one.stride))
-        with recorder:
-            out = model(*pytree.tree_unflatten(filled, spec))
+    inputs, filled = _inputs(recorder, leaves, given, bounds, capacity, half, check_finite)
+    with torch.random.fork_rng(devices=[]), recorder:
+        out = model(*pytree.tree_unflatten(filled, spec))
     flat, form = pytree.tree_flatten(out, is_leaf=_is_voxels)
     outputs = [recorder.output(leaf) for leaf in flat]
     counts = [recorder.place(recorder.count(number)) for number in range(len(recorder.levels))]
@@ -924,3 +902,43 @@ def _record(
         recorder.levels, recorder.plans, inputs, recorder.steps, recorder.consts, counts, recorder.reports,
         outputs, form,
     )  # fmt: skip
+
+
+@_surroundings.undisturbed()
+def _inputs(
+    recorder: Recorder,
+    leaves: Sequence[Any],
+    given: Sequence[Input],
+    bounds: Sequence[Bounds],
+    capacity: int,
+    half: bool,
+    check_finite: bool,
+) -> tuple[list[Ref], list[Any]]:
+    """The program's inputs, and what the network is given for them."""
+    inputs: list[Ref] = []
+    filled: list[Any] = []
+    for leaf, one in zip(leaves, given, strict=True):
+        if not one.sparse:
+            tensor = leaf.detach().clone()
+            inputs.append(recorder.input(tensor))
+            filled.append(tensor)
+            continue
+        coords, feats = leaf.coords, leaf.feats.detach()
+        if half:
+            coords, feats = coords.flip(0)[::2], feats.flip(0)[::2]
+        box = bounds[one.root]
+        level = recorder.level((one.root,), -1, box, capacity)
+        rows = recorder.levels[level].marker
+        buffers = (coords.new_zeros((rows, 4)), feats.new_zeros((rows, *one.shape)))
+        buffers[0][: len(coords)], buffers[1][: len(feats)] = coords, feats
+        count = torch.full((1,), len(coords), dtype=torch.int64, device=coords.device)
+        inputs += [recorder.input(t) for t in (*buffers, count)]
+        with recorder:
+            *index, status = torch.ops.voxmma.sized_index(buffers[0], count, list(box))
+            recorder.report("index", level, status)
+            if check_finite:
+                recorder.report("finite", one.root, torch.ops.voxmma.sized_finite(buffers[1], count))
+        parts = (buffers[0], count, *index)
+        made = NetworkSet.make(recorder, level, parts, one.batch_size, box, one.spatial_shape)
+        filled.append(Voxels._make(made, buffers[1], one.stride))
+    return inputs, filled

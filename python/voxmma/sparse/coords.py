@@ -34,8 +34,11 @@ _KEPT = {"maps": 64, "derived": 64, "calls": 512}  # most entries of a set's cac
 
 def pack(coords: torch.Tensor) -> torch.Tensor:
     """(N, 4) packable coordinates -> (N,) int64 keys whose order is that of (batch, x, y, z)."""
-    x, y, z = (pack_axis(coords[:, 1 + axis], axis) for axis in range(3))
-    return pack_batch(coords[:, 0]) + x + y + z
+    key, *axes = (coords.long() - COORD_MIN).unbind(1)
+    key = key + (COORD_MIN - _BATCH_BIAS)
+    for axis in axes:
+        key = torch.add(axis, key, alpha=1 << COORD_BITS)
+    return key
 
 
 def pack_batch(batch: torch.Tensor) -> torch.Tensor:
@@ -238,13 +241,16 @@ class CoordSet:
         check_columns(coords)
         batch_size = check_batch_size(batch_size)
         shape = check_spatial_shape(spatial_shape)
-        refuse_capture("a coordinate set", coords.device)
+        if coords.is_cuda:
+            refuse_capture("a coordinate set", coords.device)
         with torch.inference_mode(False), torch.no_grad():
-            self._start(_made(narrow(coords)), batch_size or 0, spatial_shape=shape)
-            if coords.is_cuda:
-                bad, duplicate, twin, largest_batch = self._index_cuda()
-            else:
+            rows = narrow(coords)
+            index = _C.index_coords(rows) if coords.is_cuda else None  # first: one event for all of it
+            self._start(Made((rows,), _COORDS), batch_size or 0, spatial_shape=shape)
+            if index is None:
                 bad, duplicate, twin, largest_batch = self._index_cpu()
+            else:
+                bad, duplicate, twin, largest_batch = self._index_cuda(*index)
         if bad >= 0:
             raise ValueError(explain_unpackable(bad, coords[bad].tolist()))
         if duplicate >= 0 and duplicates == "error":
@@ -405,8 +411,10 @@ class CoordSet:
 
     # ---- indexing ------------------------------------------------------------------------------------------
 
-    def _index_cuda(self) -> tuple[int, int, int, int]:
-        order, hash_blocks, (bad, duplicate, twin, *bounds) = _C.index_coords(self._coords)
+    def _index_cuda(
+        self, order: torch.Tensor, hash_blocks: torch.Tensor, found: list[int]
+    ) -> tuple[int, int, int, int]:
+        bad, duplicate, twin, *bounds = found
         self._set_hashed(order, hash_blocks)
         if self.num == 0:
             return bad, duplicate, twin, -1
@@ -416,14 +424,13 @@ class CoordSet:
     def _index_cpu(self) -> tuple[int, int, int, int]:
         if self.num == 0:
             return -1, -1, -1, -1
-        bad = first_unpackable(self._coords)
-        if bad >= 0:
-            return bad, -1, -1, -1
+        low, high = (bound.tolist() for bound in torch.aminmax(self._coords, dim=0))
+        batches, columns = low[0] >= 0 and high[0] <= BATCH_MAX, (min(low[1:]), max(high[1:]))
+        if not batches or columns[0] < COORD_MIN or columns[1] > COORD_MAX:
+            return first_unpackable(self._coords), -1, -1, -1
         duplicate, twin = first_duplicate(*self.sorted_keys())
-        low, high = torch.aminmax(self._coords, dim=0)
-        bounds = (*low.tolist(), *high.tolist())
-        self._index.bounds = bounds
-        return -1, duplicate, twin, bounds[4]
+        self._index.bounds = (*low, *high)
+        return -1, duplicate, twin, high[0]
 
     def sorted_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed keys (N,) int64 in ascending order, by (batch, x, y, z), and the row of each, (N,) int64.
@@ -468,7 +475,8 @@ class CoordSet:
         return _C.index_coords(self.coords, self.bounds)[:2]  # not indexed at construction: known to be valid
 
     def _set_hashed(self, order: torch.Tensor, hash_blocks: torch.Tensor) -> None:
-        self._index.hashed = Made((order, hash_blocks), _HASHED)
+        """Takes an index that was made on this stream before the set."""
+        self._index.hashed = Made((order, hash_blocks), _HASHED, self._made)
 
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
         """Rows (M,) int64 of any (M, 4) integers on the same device, -1 where the set has none; the first
@@ -481,10 +489,7 @@ class CoordSet:
             return torch.where(rows < 0, rows, self.repeated.rows.get()[0][rows.clamp(min=0)])
         if self.num and kernels_take(coords):
             return _C.lookup_rows(coords, *self.hash_index())
-        space, batch = coords[:, 1:], coords[:, 0]
-        packable = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)
-        keys = pack(torch.where(packable.unsqueeze(1), coords, 0))
-        return torch.where(packable, find_keys(keys, *self.sorted_keys()), -1)
+        return find_rows(coords, *self.sorted_keys())
 
     def derive(self, key: Derived) -> CoordSet:
         """Of a sized set: the output set of a layer."""
@@ -496,6 +501,14 @@ class CoordSet:
 
     def dense(self, feats: torch.Tensor, shape: Triple, origin: Triple) -> torch.Tensor:
         """Of a sized set: `Voxels.dense` of features on it."""
+        raise NotImplementedError
+
+    def weighted(self, feats: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Of a sized set: voxmma.sparse.interpolate.weighted."""
+        raise NotImplementedError
+
+    def check_points(self, points: torch.Tensor) -> None:
+        """Of a sized set: has the first of points (M, 3) that is not finite reported after the frame."""
         raise NotImplementedError
 
     def tree(self) -> tuple[torch.Tensor, ...]:
@@ -759,6 +772,7 @@ _exposed: weakref.WeakValueDictionary[int, CoordSet] = weakref.WeakValueDictiona
 """sets whose own coordinates were handed out, by the id of the tensor"""
 
 
+_COORDS = "the coordinates of a coordinate set"
 _SORTED = "the sorted keys of a coordinate set"
 _HASHED = "the index tensors of a coordinate set"
 _COUNTS = "the voxel counts of a coordinate set"
@@ -769,7 +783,7 @@ def _made(coords: torch.Tensor) -> Made:
     if not torch.compiler.is_compiling() and isinstance(coords, torch.Tensor) and coords.is_inference():
         with torch.inference_mode(False):
             coords = coords.clone()
-    return Made((coords,), "the coordinates of a coordinate set")
+    return Made((coords,), _COORDS)
 
 
 def kernels_take(tensor: torch.Tensor) -> bool:
@@ -788,6 +802,14 @@ def find_keys(keys: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> t
         return torch.full_like(keys, -1)
     place = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
     return torch.where(ordered[place] == keys, row[place], -1)
+
+
+def find_rows(coords: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """`find_keys` of any (M, 4) integers."""
+    space, batch = coords[:, 1:], coords[:, 0]
+    packable = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)
+    keys = pack(torch.where(packable.unsqueeze(1), coords, 0))
+    return torch.where(packable, find_keys(keys, ordered, row), -1)
 
 
 def first_duplicate(keys: torch.Tensor, order: torch.Tensor) -> tuple[int, int]:

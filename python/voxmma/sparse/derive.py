@@ -173,7 +173,7 @@ def _make(source: CoordSet, key: Derived, limit: int) -> CoordSet:
         return source.derive(key)
     geometry = key.geometry
     if source.device.type == "cuda":
-        refuse_capture(f"the output coordinates of a layer ({_kernel(geometry)})", source.device)
+        refuse_capture(lambda: f"the output coordinates of a layer ({_kernel(geometry)})", source.device)
         made = _make_cuda(source, key, limit)
     else:
         with torch.inference_mode(False), torch.no_grad():

@@ -901,6 +901,21 @@ def test_sequences_run_as_one_launch_in_evaluation(device: torch.device) -> None
         )
 
 
+def test_norms_and_activations_share_a_pass_in_training(device: torch.device) -> None:
+    x = small(4, (9, 8, 7), device)
+    for dtype, close in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        net = spconv.SparseSequential(nn.BatchNorm1d(4), nn.ReLU()).to(device, dtype)
+        outs = []
+        for run in (net, nn.Sequential(*copy.deepcopy(net))):
+            features = x.features.detach().to(dtype).requires_grad_()
+            y = run(x.replace_feature(features)).features if run is net else run(features)
+            y.square().sum().backward()
+            norm = run[0]
+            outs.append((y, features.grad, norm.weight.grad, norm.running_mean, norm.num_batches_tracked))
+        for got, want in zip(*outs, strict=True):
+            torch.testing.assert_close(got, want, rtol=close, atol=close * 10)
+
+
 # ---- installing ------------------------------------------------------------------------------------------
 
 

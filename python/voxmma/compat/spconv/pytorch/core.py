@@ -127,7 +127,7 @@ class Places:
         """The set of `indices` in the grid."""
         if self._coords is None:
             assert self._indices is not None
-            rows = nn.functional.pad(self._indices, (0, 3 - self.ndim))
+            rows = self._indices if self.ndim == 3 else nn.functional.pad(self._indices, (0, 3 - self.ndim))
             batch, grid = integer(self.batch), padded(sizes(self.shape, self.ndim, "spatial_shape"), 1)
             if batch is None:
                 raise TypeError(f"batch_size must be an int, got {self.batch!r}")

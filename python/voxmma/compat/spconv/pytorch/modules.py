@@ -11,7 +11,7 @@ from torch import nn
 
 from voxmma.compat.spconv.core import missing
 from voxmma.compat.spconv.pytorch.core import SparseConvTensor
-from voxmma.nn.modules.fusing import _epilogue, _watched, untouched
+from voxmma.nn.modules.fusing import _behind_training, _epilogue, _train, _watched, untouched
 
 
 class SparseModule(nn.Module):
@@ -70,7 +70,7 @@ class SparseSequential(SparseModule):
     SparseSequential(a, b), SparseSequential(OrderedDict(a=a, b=b)) or SparseSequential(a=a, b=b). Of what is
     no SparseConvTensor any more (ToDense), all modules are given the whole. Batch norms leave an empty tensor
     as it is. In evaluation, without gradients, a convolution and the batch norm and activation behind it run
-    as one launch, as in voxmma.nn.Sequential.
+    as one launch, as in voxmma.nn.Sequential; in training, on a GPU, the batch norm and activation do.
     """
 
     def __init__(self, *args: Any, **kwargs: nn.Module) -> None:
@@ -116,6 +116,14 @@ class SparseSequential(SparseModule):
             if isinstance(layer, _TAKE_TENSORS):
                 input = layer(input)
                 continue
+            if not single and type(layer) is nn.BatchNorm1d and layer.training and input._features.is_cuda:
+                x = input.voxels
+                end = at + _behind_training(layer, layers, at, x)
+                if end > at:
+                    y = _train(layer, layers[at:end], x)
+                    input, at = input._with(y._feats), end
+                    input._record, input._applied = y._record, y._applied
+                    continue
             input = on_features(layer, input)
         return input
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import voxmma
@@ -647,6 +650,7 @@ def test_precision_controls_work(device: torch.device) -> None:
     handle = voxmma.policy.apply_policy(net, "auto_mixed_bf16")
     try:
         assert voxmma.explain(net[0](x)).compute_dtype == torch.bfloat16
+        assert net(x).F.dtype == torch.float32
     finally:
         handle.revert()
     try:
@@ -655,6 +659,20 @@ def test_precision_controls_work(device: torch.device) -> None:
     finally:
         compat.uninstall("MinkowskiEngine")
     assert ME.MinkowskiConvolution(3, 8, kernel_size=3, dimension=3).use_fp16_accum is None
+
+
+def test_copies_and_trees(device: torch.device) -> None:
+    coords, feats = scene(LOW, HIGH, 100, 3)
+    x = ME.SparseTensor(feats, coords)
+    moved = pytree.tree_map(lambda t: t.to(device).clone(), {"x": x})["x"]
+    net = UNet().double().to(device).eval()
+    again = pickle.loads(pickle.dumps(copy.deepcopy(net)))
+    assert moved.device.type == device.type and moved.coordinate_manager is not x.coordinate_manager
+    close(
+        again(moved).F, net(ME.SparseTensor(feats.to(device), coords.to(device))).F.detach().cpu(), "copies"
+    )
+    doubled = pytree.tree_map(lambda t: t * 2 if t.is_floating_point() else t, x)
+    assert doubled.coordinate_manager is x.coordinate_manager and torch.equal((x + x).F, doubled.F)
 
 
 def test_install_gives_the_same_modules() -> None:

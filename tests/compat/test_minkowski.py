@@ -264,6 +264,22 @@ def test_hyper_cross_and_custom_regions(device: torch.device) -> None:
         ME.KernelGenerator(1, region_type=ME.RegionType.CUSTOM, region_offsets=twice, dimension=3)
 
 
+def test_cross_weights_move_as_they_are(device: torch.device) -> None:
+    generator = ME.KernelGenerator(5, region_type=ME.RegionType.HYPER_CROSS, dimension=3)
+    layer = ME.MinkowskiConvolution(3, 4, kernel_generator=generator, dimension=3).double().to(device)
+    offsets = voxmma.nn.hyper_cross(5)
+    ours = voxmma.nn.keep_offsets(voxmma.nn.SparseConv3d(3, 4, 5, bias=False), offsets).double().to(device)
+    with torch.no_grad():
+        ours.parametrizations.weight.original.copy_(layer.kernel)
+    coords, feats = scene(LOW, HIGH, 900, 3)
+    coords, feats = coords.to(device), feats.to(device)
+    close(
+        ours(voxmma.Voxels(coords, feats)).feats,
+        layer(ME.SparseTensor(feats, coords)).F.detach().cpu(),
+        "cross",
+    )
+
+
 @pytest.mark.parametrize("size", [(3, 1, 5), (2, 4, 1), (1, 2, 3)])
 def test_kernels_of_other_shapes(size: tuple[int, int, int], device: torch.device) -> None:
     for stride in (1, (2, 1, 4)):

@@ -222,6 +222,28 @@ def test_pruning_decoder(device: torch.device) -> None:
         close(net.get_parameter(name).grad, ref.leaves[name].grad, name)
 
 
+def test_transposed_layers_after_pruning(device: torch.device) -> None:
+    """They go back to the voxels of the input, not to a set of the pruned tensor's own."""
+    coords, feats = scene(LOW, HIGH, 200, 3)
+    down = ME.MinkowskiConvolution(3, 4, kernel_size=2, stride=2, dimension=3).double().to(device)
+    up = ME.MinkowskiConvolutionTranspose(4, 2, kernel_size=2, stride=2, dimension=3).double().to(device)
+    x = ME.SparseTensor(feats.to(device), coords.to(device))
+    y = down(x)
+    keep = torch.arange(len(y), device=device) % 2 == 0
+    z = ME.MinkowskiPruning()(y, keep)
+    assert z.coordinate_map_key.get_key() == ([2, 2, 2], "pruned") and torch.equal(z.F, y.F[keep])
+    back = up(z)
+    assert back.coordinate_map_key == x.coordinate_map_key
+    grid = Grid.of(coords, feats, LOW, HIGH)
+    coarse = grid.conv(stored_kernel(down.kernel.detach().cpu(), (2, 2, 2)), 2, 0, grid.cells(2))
+    cells = z.C.cpu() // torch.tensor([1, 2, 2, 2])
+    kept = torch.zeros_like(coarse.mask)
+    kept[tuple((cells - torch.tensor([0, *coarse.origin])).long().unbind(1))] = True
+    coarse = Grid(coarse.feats * kept.unsqueeze(1), kept, coarse.origin)
+    kernel = stored_kernel(up.kernel.detach().cpu(), (2, 2, 2))
+    close(back.F, coarse.conv_transpose(kernel, 2, 0, grid.mask.shape[1:], grid.mask).at(coords), "values")
+
+
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 
@@ -387,8 +409,9 @@ def test_samples_broadcasts_and_norms(device: torch.device) -> None:
         scaled = (rows - mean) / (var + 1e-8).sqrt()
         wanted[coords[:, 0] == b] = scaled * norm.weight.detach().cpu() + norm.bias.detach().cpu()
     close(got, wanted, "instance norm")
-    assert [len(f) for f in x.decomposed_features] == [len(rows) for rows in parts]
-    for rows, sample in zip(x.decomposed_coordinates, (0, 2), strict=True):
+    assert [len(f) for f in x.decomposed_features] == [len(parts[0]), 0, len(parts[1])]
+    assert [len(rows) for rows in x.coordinate_manager.origin_map(x.coordinate_map_key)[1]][1] == 0
+    for sample, rows in enumerate(x.decomposed_coordinates):
         assert torch.equal(rows.cpu(), coords[coords[:, 0] == sample, 1:])
     block = SEBasicBlock(4, 4, reduction=2, D=3).double().to(device)
     assert block(x).F.shape == (len(x), 4) and "se.fc.0.linear.weight" in block.state_dict()

@@ -159,7 +159,7 @@ class MinkowskiPoolingTranspose(MinkowskiPoolingBase):
         kernel = self.kernel_generator
         key = target_key(input, coordinates, input.tensor_stride)
         if key is None:
-            key = CoordinateMapKey(manager.finer_strides(source, kernel.kernel_stride), source.get_key()[1])
+            key = CoordinateMapKey(manager.finer_strides(source, kernel.kernel_stride))
             if kernel.expand_coordinates or not manager.exists(key):
                 key = manager.expand(source, kernel, True)
         size, stride, dilation, padding = kernel.geometry

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -354,28 +355,33 @@ def test_pooling(device: torch.device) -> None:
         ("avg", ME.MinkowskiAvgPooling),
         ("max", ME.MinkowskiMaxPooling),
     ):
-        for size, stride in ((2, 2), (3, 2), (3, 1)):
+        for size, stride in ((2, 2), (3, 2), (3, 1), (3, 4), (3, 3)):
             net = nn.Sequential(kind(kernel_size=size, stride=stride, dimension=3))
 
             def reference(
                 ref: Reference, x: Grid, how: str = how, size: int = size, stride: int = stride
             ) -> Grid:
-                return x.pool(how, size, stride, size // 2 if size % 2 else 0, x.cells(stride))
+                if size == stride == 3:  # cells, from a multiple of 3 on
+                    room = (2, 0) * 3
+                    x = Grid(F.pad(x.feats, room), F.pad(x.mask, room), (LOW - 2,) * 3)
+                padding = size // 2 if size % 2 and size != stride else 0
+                return x.pool(how, size, stride, padding, x.cells(stride))
 
             check(net, reference, device, seed=size)
 
 
-def test_pooling_transpose(device: torch.device) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_pooling_transpose(size: int, device: torch.device) -> None:
+    """The sum of all coarse voxels whose window holds a fine one."""
     net = nn.Sequential(
         ME.MinkowskiSumPooling(kernel_size=2, stride=2, dimension=3),
-        ME.MinkowskiPoolingTranspose(kernel_size=2, stride=2, dimension=3),
+        ME.MinkowskiPoolingTranspose(kernel_size=size, stride=2, dimension=3),
     )
 
     def reference(ref: Reference, x: Grid) -> Grid:
-        pooled = x.pool("sum", 2, 2, 0, x.cells(2)).feats
-        for axis in (2, 3, 4):
-            pooled = pooled.repeat_interleave(2, axis)
-        return Grid(pooled * x.mask.unsqueeze(1), x.mask, x.origin)
+        pooled = x.pool("sum", 2, 2, 0, x.cells(2))
+        each = torch.eye(3, dtype=torch.float64)[:, :, None, None, None].expand(-1, -1, *[size] * 3)
+        return pooled.conv_transpose(each, 2, size // 2 if size % 2 else 0, x.mask.shape[1:], x.mask)
 
     check(net, reference, device)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import voxmma
@@ -219,6 +223,28 @@ def test_pruning_decoder(device: torch.device) -> None:
         close(net.get_parameter(name).grad, ref.leaves[name].grad, name)
 
 
+def test_transposed_layers_after_pruning(device: torch.device) -> None:
+    """They go back to the voxels of the input, not to a set of the pruned tensor's own."""
+    coords, feats = scene(LOW, HIGH, 200, 3)
+    down = ME.MinkowskiConvolution(3, 4, kernel_size=2, stride=2, dimension=3).double().to(device)
+    up = ME.MinkowskiConvolutionTranspose(4, 2, kernel_size=2, stride=2, dimension=3).double().to(device)
+    x = ME.SparseTensor(feats.to(device), coords.to(device))
+    y = down(x)
+    keep = torch.arange(len(y), device=device) % 2 == 0
+    z = ME.MinkowskiPruning()(y, keep)
+    assert z.coordinate_map_key.get_key() == ([2, 2, 2], "pruned") and torch.equal(z.F, y.F[keep])
+    back = up(z)
+    assert back.coordinate_map_key == x.coordinate_map_key
+    grid = Grid.of(coords, feats, LOW, HIGH)
+    coarse = grid.conv(stored_kernel(down.kernel.detach().cpu(), (2, 2, 2)), 2, 0, grid.cells(2))
+    cells = z.C.cpu() // torch.tensor([1, 2, 2, 2])
+    kept = torch.zeros_like(coarse.mask)
+    kept[tuple((cells - torch.tensor([0, *coarse.origin])).long().unbind(1))] = True
+    coarse = Grid(coarse.feats * kept.unsqueeze(1), kept, coarse.origin)
+    kernel = stored_kernel(up.kernel.detach().cpu(), (2, 2, 2))
+    close(back.F, coarse.conv_transpose(kernel, 2, 0, grid.mask.shape[1:], grid.mask).at(coords), "values")
+
+
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 
@@ -259,6 +285,22 @@ def test_hyper_cross_and_custom_regions(device: torch.device) -> None:
     with pytest.raises(ValueError, match="twice"):
         twice = torch.zeros((2, 3), dtype=torch.int32)
         ME.KernelGenerator(1, region_type=ME.RegionType.CUSTOM, region_offsets=twice, dimension=3)
+
+
+def test_cross_weights_move_as_they_are(device: torch.device) -> None:
+    generator = ME.KernelGenerator(5, region_type=ME.RegionType.HYPER_CROSS, dimension=3)
+    layer = ME.MinkowskiConvolution(3, 4, kernel_generator=generator, dimension=3).double().to(device)
+    offsets = voxmma.nn.hyper_cross(5)
+    ours = voxmma.nn.keep_offsets(voxmma.nn.SparseConv3d(3, 4, 5, bias=False), offsets).double().to(device)
+    with torch.no_grad():
+        ours.parametrizations.weight.original.copy_(layer.kernel)
+    coords, feats = scene(LOW, HIGH, 900, 3)
+    coords, feats = coords.to(device), feats.to(device)
+    close(
+        ours(voxmma.Voxels(coords, feats)).feats,
+        layer(ME.SparseTensor(feats, coords)).F.detach().cpu(),
+        "cross",
+    )
 
 
 @pytest.mark.parametrize("size", [(3, 1, 5), (2, 4, 1), (1, 2, 3)])
@@ -313,28 +355,33 @@ def test_pooling(device: torch.device) -> None:
         ("avg", ME.MinkowskiAvgPooling),
         ("max", ME.MinkowskiMaxPooling),
     ):
-        for size, stride in ((2, 2), (3, 2), (3, 1)):
+        for size, stride in ((2, 2), (3, 2), (3, 1), (3, 4), (3, 3)):
             net = nn.Sequential(kind(kernel_size=size, stride=stride, dimension=3))
 
             def reference(
                 ref: Reference, x: Grid, how: str = how, size: int = size, stride: int = stride
             ) -> Grid:
-                return x.pool(how, size, stride, size // 2 if size % 2 else 0, x.cells(stride))
+                if size == stride == 3:  # cells, from a multiple of 3 on
+                    room = (2, 0) * 3
+                    x = Grid(F.pad(x.feats, room), F.pad(x.mask, room), (LOW - 2,) * 3)
+                padding = size // 2 if size % 2 and size != stride else 0
+                return x.pool(how, size, stride, padding, x.cells(stride))
 
             check(net, reference, device, seed=size)
 
 
-def test_pooling_transpose(device: torch.device) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_pooling_transpose(size: int, device: torch.device) -> None:
+    """The sum of all coarse voxels whose window holds a fine one."""
     net = nn.Sequential(
         ME.MinkowskiSumPooling(kernel_size=2, stride=2, dimension=3),
-        ME.MinkowskiPoolingTranspose(kernel_size=2, stride=2, dimension=3),
+        ME.MinkowskiPoolingTranspose(kernel_size=size, stride=2, dimension=3),
     )
 
     def reference(ref: Reference, x: Grid) -> Grid:
-        pooled = x.pool("sum", 2, 2, 0, x.cells(2)).feats
-        for axis in (2, 3, 4):
-            pooled = pooled.repeat_interleave(2, axis)
-        return Grid(pooled * x.mask.unsqueeze(1), x.mask, x.origin)
+        pooled = x.pool("sum", 2, 2, 0, x.cells(2))
+        each = torch.eye(3, dtype=torch.float64)[:, :, None, None, None].expand(-1, -1, *[size] * 3)
+        return pooled.conv_transpose(each, 2, size // 2 if size % 2 else 0, x.mask.shape[1:], x.mask)
 
     check(net, reference, device)
 
@@ -368,8 +415,9 @@ def test_samples_broadcasts_and_norms(device: torch.device) -> None:
         scaled = (rows - mean) / (var + 1e-8).sqrt()
         wanted[coords[:, 0] == b] = scaled * norm.weight.detach().cpu() + norm.bias.detach().cpu()
     close(got, wanted, "instance norm")
-    assert [len(f) for f in x.decomposed_features] == [len(rows) for rows in parts]
-    for rows, sample in zip(x.decomposed_coordinates, (0, 2), strict=True):
+    assert [len(f) for f in x.decomposed_features] == [len(parts[0]), 0, len(parts[1])]
+    assert [len(rows) for rows in x.coordinate_manager.origin_map(x.coordinate_map_key)[1]][1] == 0
+    for sample, rows in enumerate(x.decomposed_coordinates):
         assert torch.equal(rows.cpu(), coords[coords[:, 0] == sample, 1:])
     block = SEBasicBlock(4, 4, reduction=2, D=3).double().to(device)
     assert block(x).F.shape == (len(x), 4) and "se.fc.0.linear.weight" in block.state_dict()
@@ -647,6 +695,7 @@ def test_precision_controls_work(device: torch.device) -> None:
     handle = voxmma.policy.apply_policy(net, "auto_mixed_bf16")
     try:
         assert voxmma.explain(net[0](x)).compute_dtype == torch.bfloat16
+        assert net(x).F.dtype == torch.float32
     finally:
         handle.revert()
     try:
@@ -655,6 +704,20 @@ def test_precision_controls_work(device: torch.device) -> None:
     finally:
         compat.uninstall("MinkowskiEngine")
     assert ME.MinkowskiConvolution(3, 8, kernel_size=3, dimension=3).use_fp16_accum is None
+
+
+def test_copies_and_trees(device: torch.device) -> None:
+    coords, feats = scene(LOW, HIGH, 100, 3)
+    x = ME.SparseTensor(feats, coords)
+    moved = pytree.tree_map(lambda t: t.to(device).clone(), {"x": x})["x"]
+    net = UNet().double().to(device).eval()
+    again = pickle.loads(pickle.dumps(copy.deepcopy(net)))
+    assert moved.device.type == device.type and moved.coordinate_manager is not x.coordinate_manager
+    close(
+        again(moved).F, net(ME.SparseTensor(feats.to(device), coords.to(device))).F.detach().cpu(), "copies"
+    )
+    doubled = pytree.tree_map(lambda t: t * 2 if t.is_floating_point() else t, x)
+    assert doubled.coordinate_manager is x.coordinate_manager and torch.equal((x + x).F, doubled.F)
 
 
 def test_install_gives_the_same_modules() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
+import pickle
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import voxmma
@@ -539,6 +542,7 @@ def test_precision_controls_work(device: torch.device) -> None:
     handle = voxmma.policy.apply_policy(net, "auto_mixed_bf16")
     try:
         assert voxmma.explain(net[0](x)).compute_dtype == torch.bfloat16
+        assert net(x).F.dtype == torch.float32
     finally:
         handle.revert()
     y.F = y.F + 1
@@ -549,6 +553,19 @@ def test_precision_controls_work(device: torch.device) -> None:
         assert spnn.Conv3d(4, 8, 3).accumulator == "fp16"
     finally:
         compat.uninstall("torchsparse")
+
+
+def test_copies_and_trees(device: torch.device) -> None:
+    coords, feats = scene(0, HIGH, 100, 4)
+    x = SparseTensor(feats, coords)
+    net = UNet().double().to(device).eval()
+    moved = pytree.tree_map(lambda t: t.to(device).clone(), [x])[0]
+    again = pickle.loads(pickle.dumps(copy.deepcopy(net)))
+    wanted = net(SparseTensor(feats.to(device), coords.to(device)))
+    close(again(moved).F, wanted.F.detach().cpu(), "copies")
+    doubled = pytree.tree_map(lambda t: t * 2 if t.is_floating_point() else t, x)
+    assert doubled.coords is x.coords and doubled._caches is x._caches
+    assert torch.equal((x + x).F, doubled.F)
 
 
 def test_install_gives_the_same_modules() -> None:

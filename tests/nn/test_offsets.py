@@ -15,9 +15,9 @@ from conftest import random_coords
 
 def test_hyper_cross_is_the_centre_and_the_axes() -> None:
     assert nn.hyper_cross(3) == [
-        (0, 0, 0), (-1, 0, 0), (1, 0, 0), (0, -1, 0), (0, 1, 0), (0, 0, -1), (0, 0, 1)
+        (0, 0, 0), (1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1)
     ]  # fmt: skip
-    assert nn.hyper_cross((5, 1, 1), 2) == [(0, 0, 0), (-4, 0, 0), (-2, 0, 0), (2, 0, 0), (4, 0, 0)]
+    assert nn.hyper_cross((5, 1, 1), 2) == [(0, 0, 0), (2, 0, 0), (4, 0, 0), (-4, 0, 0), (-2, 0, 0)]
     with pytest.raises(ValueError, match="kernel_size must be odd"):
         nn.hyper_cross(2)
 

@@ -29,7 +29,28 @@ INTERFACES: dict[str, dict[str, str]] = {
         "cumm": "spconv.cumm",
         "cumm.tensorview": "spconv.cumm.tensorview",
     },
-    "MinkowskiEngine": {},
+    "MinkowskiEngine": {  # whose modules can be imported by themselves
+        name: f"MinkowskiEngine.{name}"
+        for name in (
+            "MinkowskiBroadcast",
+            "MinkowskiCommon",
+            "MinkowskiConvolution",
+            "MinkowskiCoordinateManager",
+            "MinkowskiFunctional",
+            "MinkowskiInterpolation",
+            "MinkowskiKernelGenerator",
+            "MinkowskiNetwork",
+            "MinkowskiNonlinearity",
+            "MinkowskiNormalization",
+            "MinkowskiOps",
+            "MinkowskiPooling",
+            "MinkowskiPruning",
+            "MinkowskiSparseTensor",
+            "MinkowskiTensor",
+            "MinkowskiTensorField",
+            "MinkowskiUnion",
+        )
+    },
     "torchsparse": {},
     "flex_gemm": {},
 }

@@ -116,7 +116,7 @@ class MinkowskiConvolutionBase(KernelConv, MinkowskiModuleBase):
             if kernel.requires_strided_coordinates:
                 return source
             return manager.stride(source, kernel.kernel_stride)
-        finer = CoordinateMapKey(manager.finer_strides(source, kernel.kernel_stride), source.get_key()[1])
+        finer = CoordinateMapKey(manager.finer_strides(source, kernel.kernel_stride))
         return finer if manager.exists(finer) else manager.expand(source, kernel, True)
 
     def extra_repr(self) -> str:
@@ -160,8 +160,9 @@ class MinkowskiConvolution(MinkowskiConvolutionBase):
 
 
 class MinkowskiConvolutionTranspose(MinkowskiConvolutionBase):
-    """Transposed convolution, onto the voxels that the coordinate manager has at the finer tensor stride; for
-    want of such, or with `expand_coordinates`, onto every cell that the kernel reaches."""
+    """Transposed convolution, onto the voxels that the coordinate manager has at the finer tensor stride
+    (under no string, as the input of a network has, whatever that of the layer's input); for want of such,
+    or with `expand_coordinates`, onto every cell that the kernel reaches."""
 
     def __init__(
         self,

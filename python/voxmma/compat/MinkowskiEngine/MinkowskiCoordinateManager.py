@@ -36,6 +36,13 @@ class GPUMemoryAllocatorType(enum.Enum):
     CUDA = 1
 
 
+def set_gpu_allocator(backend: GPUMemoryAllocatorType) -> None:
+    """Accepted, without effect."""
+
+
+set_memory_manager_backend = set_gpu_allocator
+
+
 class MinkowskiAlgorithm(enum.Enum):
     """Accepted; voxmma.tune and the tile table decide about kernels."""
 
@@ -161,16 +168,16 @@ class CoordinateManager:
         """The key of a new set: every cell that a kernel at a cell of `key` reaches. ValueError where a layer
         that is not transposed cannot have one."""
         geometry = kernel.geometry
-        fine, name = key.get_key()
         if transposed:
             strides = self.finer_strides(key, kernel.kernel_stride)
             made = children(self.coord_set(key), geometry)
         else:
             if not geometry.mirrored:
                 raise ValueError("expand_coordinates needs kernels of odd size")
+            fine = key.get_tensor_stride()
             strides = [f * s for f, s in zip(fine, kernel.kernel_stride, strict=True)]
             made = windows(self.coord_set(key), geometry)
-        return self.add(made, strides, name)
+        return self.add(made, strides)
 
     def finer_strides(self, key: CoordinateMapKey, step: Sequence[int]) -> list[int]:
         """Tensor strides of a grid finer by `step`; ValueError where there is none."""
@@ -217,6 +224,20 @@ class CoordinateManager:
         assert self._samples is not None
         return self._samples
 
+    def rows_of_samples(self, batch: torch.Tensor) -> list[torch.Tensor]:
+        """The rows (N_i,) int64 of each sample, from a batch column (N,). Waits for a GPU."""
+        ordered, order = torch.sort(batch.long(), stable=True)
+        counts = torch.bincount(ordered, minlength=int(self.samples.max()) + 1)
+        return list(torch.split(order, counts.tolist()))
+
+    def origin_map(self, key: CoordinateMapKey) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(batch index of each row of the origin, rows of `key` by batch index), int64."""
+        return self.samples, self.rows_of_samples(self.coord_set(key).coords[:, 0])
+
+    def origin_field_map(self, key: CoordinateMapKey) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """`origin_map` of a field."""
+        return self.samples, self.rows_of_samples(self.get_coordinate_field(key)[:, 0])
+
     def number_of_unique_batch_indices(self) -> int:
         return len(self.samples)
 
@@ -259,8 +280,8 @@ class CoordinateManager:
 
     def kernel_map(
         self,
-        in_key: CoordinateMapKey,
-        out_key: CoordinateMapKey,
+        in_key: Any,
+        out_key: Any,
         stride: Any = 1,
         kernel_size: Any = 3,
         dilation: Any = 1,
@@ -271,7 +292,8 @@ class CoordinateManager:
     ) -> dict[int, torch.Tensor]:
         """Index pairs by kernel offset: {k: (2, n) int32 input rows and output rows}, empty ones left out.
 
-        `stride` must lead from one tensor stride to the other; 1 between sets of one tensor stride.
+        `in_key`, `out_key`: keys, or tensor strides. `stride` must lead from one tensor stride to the
+        other; 1 between sets of one tensor stride.
         """
         kernel = KernelGenerator(
             kernel_size,
@@ -284,12 +306,12 @@ class CoordinateManager:
         )
         geometry = kernel.geometry
         found = kernel_map(
-            self.coord_set(in_key),
+            self.coord_set(self._key(in_key)),
             geometry.kernel_size,
             stride=geometry.stride,
             dilation=geometry.dilation,
             padding=geometry.padding,
-            out_coords=self.coord_set(out_key),
+            out_coords=self.coord_set(self._key(out_key)),
             transposed=is_transpose,
         )
         pairs = found.pairs()

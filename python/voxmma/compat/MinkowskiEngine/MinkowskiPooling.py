@@ -46,7 +46,8 @@ _SAMPLE = {"SUM": pool.global_sum_pool, "AVG": pool.global_avg_pool, "MAX": pool
 
 class MinkowskiPoolingBase(MinkowskiModuleBase):
     """Pools the voxels that exist in a window: stride 1 on the voxels of the input, else on the cells of the
-    coarser grid. A mean is over those that exist. ValueError for kernels that are no HYPER_CUBE."""
+    coarser grid. Odd windows are centred, but where their size is the stride they are the cells themselves. A
+    mean is over the voxels that exist. ValueError for kernels that are no HYPER_CUBE."""
 
     def __init__(
         self,
@@ -69,6 +70,9 @@ class MinkowskiPoolingBase(MinkowskiModuleBase):
         self.kernel_generator = kernel_generator
         self.is_transpose = is_transpose
         self.pooling_mode = pooling_mode
+        geometry = kernel_generator.geometry
+        tiles = geometry.kernel_size == geometry.stride
+        self._geometry = geometry._replace(padding=(0, 0, 0)) if tiles else geometry
 
     def forward(self, input: SparseTensor, coordinates: Any = None) -> SparseTensor:
         """(N, C) to (M, C), on `coordinates` (a key, a SparseTensor or a tensor) where given."""
@@ -78,7 +82,7 @@ class MinkowskiPoolingBase(MinkowskiModuleBase):
         if key is None:
             key = manager.stride(source, kernel.kernel_stride)
         where = None if key == source else manager.coord_set(key)
-        size, stride, dilation, padding = kernel.geometry
+        size, stride, dilation, padding = self._geometry
         window = _WINDOW[self.pooling_mode]
         made = window(input.voxels, size, stride, dilation=dilation, padding=padding, coords=where)
         return SparseTensor._make(made, key, manager, input)
@@ -137,7 +141,7 @@ class MinkowskiMaxPooling(MinkowskiPoolingBase):
 
 
 class MinkowskiPoolingTranspose(MinkowskiPoolingBase):
-    """The mean, at each finer voxel, of the voxels whose window holds it; onto the voxels that the coordinate
+    """The sum, at each finer voxel, of the voxels whose window holds it; onto the voxels that the coordinate
     manager has at the finer tensor stride, for want of such or with `expand_coordinates` onto all."""
 
     def __init__(
@@ -159,10 +163,10 @@ class MinkowskiPoolingTranspose(MinkowskiPoolingBase):
         kernel = self.kernel_generator
         key = target_key(input, coordinates, input.tensor_stride)
         if key is None:
-            key = CoordinateMapKey(manager.finer_strides(source, kernel.kernel_stride), source.get_key()[1])
+            key = CoordinateMapKey(manager.finer_strides(source, kernel.kernel_stride))
             if kernel.expand_coordinates or not manager.exists(key):
                 key = manager.expand(source, kernel, True)
-        size, stride, dilation, padding = kernel.geometry
+        size, stride, dilation, padding = self._geometry
         over = kernel_map(
             input.voxels,
             size,
@@ -172,7 +176,7 @@ class MinkowskiPoolingTranspose(MinkowskiPoolingBase):
             out_coords=manager.coord_set(key),
             transposed=True,
         )
-        feats = pool._sum(input.F, over, over.counts)
+        feats = pool._sum(input.F, over)
         made = voxels_of(manager, key, feats)
         return SparseTensor._make(made, key, manager, input)
 

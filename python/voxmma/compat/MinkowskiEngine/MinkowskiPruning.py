@@ -14,8 +14,7 @@ class MinkowskiPruning(MinkowskiModuleBase):
 
     def forward(self, input: SparseTensor, mask: torch.Tensor) -> SparseTensor:
         made = prune(input.voxels, mask.to(input.device))
-        strides, name = input.coordinate_map_key.get_key()
-        key = input._manager.add(made.coord_set, strides, name or "pruned")
+        key = input._manager.add(made.coord_set, input.tensor_stride, "pruned")
         return SparseTensor._make(made, key, input._manager, input)
 
     def __repr__(self) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from voxmma._types import integers
+from voxmma.compat.kernels import turned
 from voxmma.compat.MinkowskiEngine.MinkowskiCommon import convert_to_int_list
 from voxmma.compat.MinkowskiEngine.MinkowskiCoordinateManager import (
     CoordinateManager,
@@ -295,3 +298,37 @@ def target_key(
     raise TypeError(
         f"coordinates must be a key, a SparseTensor or a tensor, got {type(coordinates).__name__}"
     )
+
+
+# ---- pytree: policies, data loaders and DDP see the two tensors --------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Context:
+    key: CoordinateMapKey
+    manager: CoordinateManager
+    coords: torch.Tensor
+    mode: SparseTensorQuantizationMode
+    rows: tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def _flatten(x: SparseTensor) -> tuple[list[Any], _Context]:
+    rows = x.unique_index, x._inverse
+    return [x.F, x.C], _Context(x.coordinate_map_key, x._manager, x.C, x.quantization_mode, rows)
+
+
+def _unflatten(children: Iterable[Any], context: _Context) -> SparseTensor:
+    """With coordinates of its own where they are another tensor: moved to a device, say."""
+    feats, coords = children
+    if coords is not context.coords and isinstance(coords, torch.Tensor):
+        return SparseTensor(feats, coords, context.key.get_tensor_stride())
+    made = SparseTensor.__new__(SparseTensor)
+    made.quantization_mode, made._manager = context.mode, context.manager
+    made.coordinate_map_key = context.key
+    made.unique_index, made._inverse = context.rows
+    strides = turned(tuple(max(s, 1) for s in context.key.get_tensor_stride()))
+    made.voxels = Voxels._make(context.manager.coord_set(context.key), feats, strides)
+    return made
+
+
+pytree.register_pytree_node(SparseTensor, _flatten, _unflatten)

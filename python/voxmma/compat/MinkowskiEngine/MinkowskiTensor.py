@@ -177,10 +177,9 @@ class Tensor:
 
     @property
     def decomposition_permutations(self) -> list[torch.Tensor]:
-        """The rows of each sample that has any, int64, in their order. Waits for a GPU."""
-        batch, order = torch.sort(self.C[:, 0].long(), stable=True)
-        counts = torch.unique_consecutive(batch, return_counts=True)[1]
-        return list(torch.split(order, counts.tolist()))
+        """The rows of each sample up to the last that has any in the coordinate manager, int64, in their
+        order. Waits for a GPU."""
+        return self._manager.rows_of_samples(self.C[:, 0])
 
     _batchwise_row_indices = decomposition_permutations
 

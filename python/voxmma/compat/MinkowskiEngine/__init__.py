@@ -67,6 +67,12 @@ from voxmma.compat.MinkowskiEngine.MinkowskiCoordinateManager import (
 from voxmma.compat.MinkowskiEngine.MinkowskiCoordinateManager import (
     MinkowskiAlgorithm as MinkowskiAlgorithm,
 )
+from voxmma.compat.MinkowskiEngine.MinkowskiCoordinateManager import (
+    set_gpu_allocator as set_gpu_allocator,
+)
+from voxmma.compat.MinkowskiEngine.MinkowskiCoordinateManager import (
+    set_memory_manager_backend as set_memory_manager_backend,
+)
 from voxmma.compat.MinkowskiEngine.MinkowskiInterpolation import (
     MinkowskiInterpolation as MinkowskiInterpolation,
 )

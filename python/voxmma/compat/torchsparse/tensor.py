@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from voxmma._types import Triple
 from voxmma.compat.kernels import columns_inside, columns_outside, turned
@@ -267,3 +268,21 @@ class PointTensor:
         made = PointTensor(self.F + other.F, self.C, self.idx_query, self.weights)
         made.additional_features = self.additional_features
         return made
+
+
+# ---- pytree: policies, data loaders and DDP see the two tensors --------------------------------------------
+
+
+def _flatten(x: SparseTensor) -> tuple[list[Any], SparseTensor]:
+    return [x._feats, x.coords], x._like(x._feats[:0])
+
+
+def _unflatten(children: Iterable[Any], like: SparseTensor) -> SparseTensor:
+    """With a cache of its own where the coordinates are another tensor: moved to a device, say."""
+    feats, coords = children
+    if coords is like.coords or not isinstance(coords, torch.Tensor):
+        return like._like(feats)
+    return SparseTensor(feats, coords, like.stride, like.spatial_range)
+
+
+pytree.register_pytree_node(SparseTensor, _flatten, _unflatten)

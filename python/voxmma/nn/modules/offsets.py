@@ -14,8 +14,9 @@ from voxmma.nn.modules.sparse_conv import SparseConv3d
 
 
 def hyper_cross(kernel_size: KernelSize, dilation: KernelSize = 1) -> list[Triple]:
-    """The offsets of a kernel that lie on its axes: the centre first, then those of x, of y and of z, each
-    ascending; 7 for 3x3x3. `keep_offsets` takes them.
+    """The offsets of a kernel that lie on its axes, in the order of MinkowskiEngine's HYPER_CROSS: the centre
+    first, then along x, y and z +1, +2, ..., -2, -1 times the dilation; 7 for 3x3x3. `keep_offsets` takes
+    them.
 
     ValueError unless each `kernel_size` is odd, TypeError or ValueError for what is no size or dilation.
     """
@@ -24,10 +25,9 @@ def hyper_cross(kernel_size: KernelSize, dilation: KernelSize = 1) -> list[Tripl
         raise ValueError(f"kernel_size must be odd on every axis, got {size}")
     found: list[Triple] = [(0, 0, 0)]
     for axis, (k, d) in enumerate(zip(size, spread, strict=True)):
-        for step in range(-(k // 2), k // 2 + 1):
-            if step:
-                x, y, z = (step * d if a == axis else 0 for a in range(3))
-                found.append((x, y, z))
+        for step in (*range(1, k // 2 + 1), *range(-(k // 2), 0)):
+            x, y, z = (step * d if a == axis else 0 for a in range(3))
+            found.append((x, y, z))
     return found
 
 

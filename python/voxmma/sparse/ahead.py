@@ -14,12 +14,11 @@ import threading
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from voxmma.sparse.cached import _capturing, keep
+from voxmma.sparse.cached import ByTensor, Made, _capturing, keep
 from voxmma.sparse.coords import _KEPT, CoordSet, kernels_take
 from voxmma.sparse.derive import Derived
-from voxmma.sparse.maps import Direction, Geometry, MapCore, core_between, held_sets
+from voxmma.sparse.maps import Direction, Geometry, MapCore, core_between, held_sets, size_tensor
 from voxmma.sparse.sized import SizedSet, derive_sized, plan_sized
 
 _SLACK = 1.15  # of rooms over what the input before would take
@@ -111,26 +110,25 @@ class Place:
 
 
 #: By the weight of the layer that met a new set first.
-_ASKED = WeakTensorKeyDictionary()
+_ASKED = ByTensor(Asked)
 _LOCK = threading.Lock()
 _DEVICES = {"cuda"}
 
 
 def meet(coords: CoordSet, weight: torch.Tensor) -> None:
     """A layer with `weight` runs on `coords`: makes what came after it the last time that the set was new."""
-    if coords.place is not None or coords.maps or coords.derived or coords.device.type not in _DEVICES:
+    if coords.place is not None or weight.device.type not in _DEVICES or coords.maps or coords.derived:
         return
-    if coords.num == 0 or coords.repeated is not None or held_sets.get() is not None:
+    rows = coords.num
+    if rows == 0 or coords.repeated is not None or held_sets.get() is not None:
         return
     if torch._C._are_functorch_transforms_active():
         return
-    if coords.device.type == "cuda" and (not kernels_take(weight) or _capturing(coords.device.index)):
+    if weight.is_cuda and (not kernels_take(weight) or _capturing(weight.device.index)):
         return
     with _LOCK:
         asked = _ASKED.get(weight)
-        if asked is None:
-            asked = _ASKED[weight] = Asked()
-    coords.place = Place(asked, coords.num)
+    coords.place = Place(asked, rows)
     if asked.maps:
         with asked.lock, torch.inference_mode(False), torch.no_grad():
             _drop_untaken(asked)
@@ -172,12 +170,13 @@ def _make(coords: CoordSet, asked: Asked) -> None:
         tensors = plan_sized(inputs, outputs, wanted.geometry, wanted.reverse, room_for, line, compact=True)
         made.append((tensors, room_for))
     found = status.tolist()  # waits
+    done = Made((status,), "what layers asked for")  # one event for all of it
     exact: dict[_Site | None, CoordSet] = {None: coords}
     for site, (number, outside, *_) in zip(asked.sites, found, strict=False):
         site.rate = number / rows
         source = exact.get(site.source)
         if source is not None and not outside and number <= len(sets[site].coords):
-            exact[site] = _keep_set(source, sets[site], site, number)
+            exact[site] = _keep_set(source, sets[site], site, number, done)
     for wanted, (tensors, room_for), (units, passes, pairs, _) in zip(
         asked.maps, made, found[len(asked.sites) :], strict=True
     ):
@@ -185,14 +184,14 @@ def _make(coords: CoordSet, asked: Asked) -> None:
         ends = exact.get(wanted.inputs), exact.get(wanted.outputs)
         if ends[0] is None or ends[1] is None:
             continue
-        _keep_map(ends[0], ends[1], wanted, tensors, room_for, (passes, units), pairs)
+        _keep_map(ends[0], ends[1], wanted, tensors, room_for, (passes, units), pairs, done)
 
 
-def _keep_set(source: CoordSet, made: SizedSet, site: _Site, number: int) -> CoordSet:
+def _keep_set(source: CoordSet, made: SizedSet, site: _Site, number: int, done: Made) -> CoordSet:
     """Caches an output set with `source`."""
     coords = made.coords[:number]
     first, second = made.index
-    out = CoordSet.trusted(coords, source.batch_size, made.bounds, site.key.shape)
+    out = CoordSet.trusted(coords, source.batch_size, made.bounds, site.key.shape, beside=done)
     if coords.is_cuda:
         out._set_hashed(first[:number], second)
     else:
@@ -212,9 +211,10 @@ def _keep_map(
     room: tuple[int, int],
     need: tuple[int, int],
     pairs: int,
+    done: Made,
 ) -> None:
     """Caches a map with its sets, if it found room."""
-    size = tensors[-1].new_empty((0, inputs.num, outputs.num))
+    size = size_tensor(inputs._coords, outputs._coords)
     if inputs.device.type == "cuda":
         passes, units = need
         tiles = -(-outputs.num // _TILE)
@@ -232,9 +232,9 @@ def _keep_map(
             uniq[: 4 * units],
             local[:tiles],
         )
-        direction = Direction([*cut, size], pairs)
+        direction = Direction([*cut, size], pairs, beside=done)
     else:
-        direction = Direction([*tensors[:-1], size], pairs)
+        direction = Direction([*tensors[:-1], size], pairs, beside=done)
     direction.wanted = wanted
     fine, coarse = (outputs, inputs) if wanted.reverse else (inputs, outputs)
     core = core_between(fine, coarse, wanted.geometry, wanted.flipped)

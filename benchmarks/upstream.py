@@ -3,12 +3,16 @@
     git clone https://github.com/open-mmlab/OpenPCDet; git clone https://github.com/Pointcept/Pointcept; ...
     python benchmarks/upstream.py OpenPCDet Pointcept CenterPoint SoftGroup mmdetection3d TRELLIS
     python benchmarks/upstream.py OpenPCDet --reference PYTHON --device cuda --voxels 60000 --repeat 20
+    python benchmarks/upstream.py MinkowskiEngine torchsparse spvnas Mask3D
 
 Each network runs in a process of its own, straight from its file: packages around it are not imported, and
 what a file imports beside torch and spconv (registries, timm, addict, ...) is stood in for. Both libraries
 get the same weights and voxels, in evaluation; fp64 on a CPU, fp32 on a GPU. `--reference` is a Python that
 has spconv (default: this one, if it has); without one, networks are run and nothing is compared. Times are
 medians of whole forwards on new coordinates, maps included.
+
+Networks of MinkowskiEngine and torchsparse are compared with these libraries' rules on full grids
+(`dense_libraries.py`), on a CPU in fp64, in a scene of 32 cells an axis.
 """
 
 from __future__ import annotations
@@ -172,6 +176,7 @@ class DropPath(nn.Identity):
 
 GIVEN: dict[str, dict[str, Any]] = {
     "addict": {"Dict": Settings},
+    "open3d": {},
     "timm": {},
     "timm.layers": {"DropPath": DropPath, "trunc_normal_": nn.init.trunc_normal_},
     "timm.models": {},
@@ -212,8 +217,16 @@ pcdet pcdet.ops pcdet.ops.roiaware_pool3d pcdet.utils pcdet.models pcdet.models.
 det3d.models det3d.models.backbones pointcept pointcept.models pointcept.engines
 pointcept.models.sparse_unet pointcept.models.oacnns pointcept.models.point_transformer_v3 softgroup
 softgroup.model mmdet3d mmdet3d.models mmdet3d.models.middle_encoders mmdet3d.models.layers trellis
-trellis.models trellis.modules
+trellis.models trellis.modules core core.models core.models.semantic_kitti models
 """
+
+#: Which library a repository's networks are written for, where it is not spconv.
+WRITTEN_FOR = {
+    "MinkowskiEngine": "MinkowskiEngine",
+    "torchsparse": "torchsparse",
+    "core": "torchsparse",
+    "models": "MinkowskiEngine",
+}
 
 
 # ---- networks --------------------------------------------------------------------------------------------
@@ -393,6 +406,62 @@ def trellis(scene: Scene) -> Made:
     return Blocks(), prepare
 
 
+def cube(scene: Scene) -> None:
+    """Puts a sheet of voxels in [0, 32)^3, sorted, into the scene: (N, 4) batch, x, y, z."""
+    x, y = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
+    rows = []
+    for sample in range(2):
+        height = 16 + 7 * torch.sin(0.3 * x + sample) + 8 * torch.cos(0.23 * y)
+        for up in (0, 1):
+            rows.append(torch.stack([torch.full_like(x, sample), x, y, height.long() + up], -1).view(-1, 4))
+    cells = torch.unique(torch.cat(rows), dim=0)
+    keep = torch.rand(len(cells), generator=torch.Generator().manual_seed(0)) < 0.5
+    scene.indices = cells[keep].int().to(scene.indices.device)
+
+
+def minkowski(module: str, cls: str, *options: Any, **more: Any) -> Callable[[Scene], Made]:
+    def make(scene: Scene) -> Made:
+        cube(scene)
+        Path("1.ply").touch()  # or examples/resnet.py downloads one
+        net = getattr(load(module), cls)(3, 20, *options, **more)
+
+        def prepare(net: nn.Module, scene: Scene) -> Callable[[], Any]:
+            import MinkowskiEngine as ME
+
+            features, seen = scene.features(3), []
+            for name, part in net.named_children():  # its end is a voxel a sample in so small a scene
+                if name.startswith("layer"):
+                    part.register_forward_hook(lambda part, args, out: seen.append(out))
+
+            def run() -> Any:
+                seen.clear()
+                return [net(ME.SparseTensor(features, scene.indices.clone())), *seen]
+
+            return run
+
+        return net, prepare
+
+    return make
+
+
+def torchsparse(module: str, cls: str, **options: Any) -> Callable[[Scene], Made]:
+    def make(scene: Scene) -> Made:
+        cube(scene)
+        net = getattr(load(module), cls)(**options)
+
+        def prepare(net: nn.Module, scene: Scene) -> Callable[[], Any]:
+            from torchsparse import SparseTensor
+
+            features = scene.features(4)
+            return lambda: net(SparseTensor(features, scene.indices.clone()))
+
+        return net, prepare
+
+    return make
+
+
+MASK3D = Settings(bn_momentum=0.02, conv1_kernel_size=5)
+
 CASES: dict[str, dict[str, Callable[[Scene], Made]]] = {
     "pcdet": {
         "VoxelBackBone8x": pcdet("spconv_backbone", "VoxelBackBone8x"),
@@ -431,6 +500,21 @@ CASES: dict[str, dict[str, Callable[[Scene], Made]]] = {
         "SparseUNet": mmdet3d("sparse_unet", "SparseUNet"),
     },
     "trellis": {"sparse modules": trellis},
+    "MinkowskiEngine": {
+        **{
+            f"MinkUNet{n}": minkowski("examples.minkunet", f"MinkUNet{n}")
+            for n in ("14A", "18A", "34C", "50")
+        },
+        **{f"ResNet{n}": minkowski("examples.resnet", f"ResNet{n}") for n in ("14", "34", "50")},
+    },
+    "torchsparse": {
+        "SparseResNet21D": torchsparse("upstream_backbones.resnet", "SparseResNet21D"),
+        "SparseResUNet42": torchsparse("upstream_backbones.unet", "SparseResUNet42"),
+    },
+    "core": {"MinkUNet": torchsparse("core.models.semantic_kitti.minkunet", "MinkUNet", num_classes=19)},
+    "models": {
+        f"Res16UNet{n}": minkowski("models.res16unet", f"Res16UNet{n}", MASK3D, D=3) for n in ("14A", "34C")
+    },
 }
 
 
@@ -439,6 +523,9 @@ CASES: dict[str, dict[str, Callable[[Scene], Made]]] = {
 
 def flat(value: Any) -> list[torch.Tensor]:
     """Outputs as tensors: of a SparseConvTensor its voxels, sorted, and the sum of the rows of each."""
+    if hasattr(value, "C") and hasattr(value, "F"):
+        rows, order = torch.unique(value.C.long(), dim=0, return_inverse=True)
+        return [rows.cpu(), torch.empty_like(value.F).index_copy(0, order, value.F).double().cpu()]
     if hasattr(value, "indices") and hasattr(value, "features"):
         rows, which = torch.unique(value.indices.long(), dim=0, return_inverse=True)
         features = value.features.double()
@@ -453,11 +540,25 @@ def flat(value: Any) -> list[torch.Tensor]:
 
 def run_case(args: argparse.Namespace) -> None:
     repository, name = args.case.split(":", 1)
+    interface = WRITTEN_FOR.get(repository, "spconv")
+    root = Path(args.checkouts[0]).resolve()
     if args.library == "voxmma":
         import voxmma.compat
 
-        voxmma.compat.install("spconv")
-    root = Path(args.checkouts[0])
+        voxmma.compat.install(interface)
+    elif args.library == "dense":
+        import dense_libraries
+
+        dense_libraries.install(interface)
+        if repository == "MinkowskiEngine":
+            part = "MinkowskiEngine.modules"
+            sys.modules[part] = Module(part, {}, [str(root / "MinkowskiEngine" / "modules")])
+    if interface != "spconv":
+        os.chdir(Path(args.out).parent)
+        sys.path.append(str(root))
+        sys.modules["upstream_backbones"] = Module(
+            "upstream_backbones", {}, [str(root / "torchsparse" / "backbones")]
+        )
     given = {
         name: members
         for name, members in GIVEN.items()
@@ -480,7 +581,7 @@ def run_case(args: argparse.Namespace) -> None:
     else:
         net.load_state_dict(torch.load(state, weights_only=False))
     net = net.to(device, dtype).eval()
-    if args.library != "voxmma" and device.type == "cpu":
+    if args.library == "spconv" and device.type == "cpu":
         for part in net.modules():  # its CPU build adds no bias in evaluation
             if hasattr(part, "indice_key"):
                 part.training = True
@@ -512,8 +613,25 @@ def has_spconv(python: str) -> bool:
 
 def child(args: argparse.Namespace, case: str, checkout: str, library: str, python: str, out: Path) -> str:
     """Runs one network; an empty string, or the last line of what went wrong."""
-    command = [python, __file__, checkout, "--case", case, "--library", library, "--out", str(out)]
-    command += ["--device", args.device, "--voxels", str(args.voxels), "--repeat", str(args.repeat)]
+    command = [
+        python,
+        str(Path(__file__).resolve()),
+        str(Path(checkout).resolve()),
+        "--case",
+        case,
+        "--library",
+        library,
+        "--out",
+        str(out),
+    ]
+    command += [
+        "--device",
+        "cpu" if library == "dense" else args.device,
+        "--voxels",
+        str(args.voxels),
+        "--repeat",
+        str(args.repeat),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
         return ""
@@ -560,17 +678,21 @@ def table(args: argparse.Namespace) -> int:
                 if not row["note"]:
                     ours = torch.load(mine, weights_only=False)
                     row |= {"voxels": ours["voxels"], "voxmma_ms": ours["ms"]}
-                    if reference:
+                    library, python = "spconv", reference
+                    if found[0] in WRITTEN_FOR:
+                        library, python = "dense", sys.executable
+                    if python:
                         (Path(folder) / "mine.state").rename(Path(folder) / "theirs.state")
-                        row["note"] = child(args, case, checkout, "spconv", reference, theirs)
+                        row["note"] = child(args, case, checkout, library, python, theirs)
                         if not row["note"]:
                             there = torch.load(theirs, weights_only=False)
                             row["spconv_ms"] = there["ms"]
                             row["difference"], row["note"] = difference(ours["tensors"], there["tensors"])
                         else:
-                            row["note"] = f"spconv: {row['note']}"
+                            row["note"] = f"{library}: {row['note']}"
                 bad = row["difference"] is None or not row["difference"] <= args.tolerance
-                failed += bool(row["note"]) or (reference is not None and bad)
+                compared = reference is not None or found[0] in WRITTEN_FOR
+                failed += bool(row["note"]) or (compared and bad)
             rows.append(row)
             cells = [f"{found[0]} {name}"[:44].ljust(44), f"{row.get('voxels', ''):>8}"]
             cells += [f"{row['difference']:>11.1e}" if row["difference"] is not None else f"{'':>11}"]

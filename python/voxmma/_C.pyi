@@ -136,6 +136,19 @@ def plan_sized(
     compact: only tiles that have rows are on the schedule, (2, tiles, 4) at the beginning of its memory.
     """
 
+def plans_sized(
+    out_coords: Sequence[Tensor],
+    out_count: Sequence[Tensor],
+    out_order: Sequence[Tensor],
+    bricks: Sequence[Tensor],
+    in_order: Sequence[Tensor],
+    rules: Sequence[Sequence[int]],
+    status: Tensor,
+    compact: bool = False,
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """Several `plan_sized`, side by side. A rule is size, start, step, mul, div, pass_capacity and
+    uniq4_capacity, 17 integers. status: (plans, 4)."""
+
 class StreamEvent:
     """An event behind what a CUDA device's current stream had to do when `record` was called."""
 
@@ -217,9 +230,8 @@ class PreparedConv:
         residual: Tensor | None,
         activation: str,
         slope: float,
-        out: Tensor | None,
     ) -> Tensor:
-        """torch.ops.voxmma.conv_fused, or conv_fused_into where there is an `out`, which is returned."""
+        """torch.ops.voxmma.conv_fused."""
 
 def operand_facts(x: Tensor, weight: Tensor, bias: Tensor | None) -> bytes | None:
     """Types and shapes of the operands, autocast, inference mode; None where they are on several devices."""

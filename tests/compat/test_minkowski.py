@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dense_grids import Grid, close, scene, sorted_rows, stored_kernel
 from torch import Tensor, nn
 
 import voxmma
@@ -19,6 +18,8 @@ import voxmma.compat.MinkowskiEngine.MinkowskiFunctional as MF
 from voxmma import compat, convert, models
 from voxmma.compat.MinkowskiEngine.modules.resnet_block import BasicBlock, Bottleneck
 from voxmma.compat.MinkowskiEngine.modules.senet_block import SEBasicBlock
+
+from dense_grids import Grid, close, scene, sorted_rows, stored_kernel
 
 LOW, HIGH = -16, 16
 

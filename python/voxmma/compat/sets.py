@@ -15,6 +15,11 @@ _lock = threading.Lock()
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def version(coords: torch.Tensor) -> int:
+    """Changes with every write into a tensor, but for those of inference mode, where torch counts none."""
+    return -1 if coords.is_inference() else coords._version
+
+
 def known(coords: torch.Tensor, kind: Hashable, make: Callable[[], CoordSet]) -> CoordSet:
     """The set that `coords` was turned into, as long as it lives and nobody writes into it; else `make()`.
 
@@ -22,7 +27,7 @@ def known(coords: torch.Tensor, kind: Hashable, make: Callable[[], CoordSet]) ->
     """
     with _lock:
         found = _known.get(coords)
-    if found is not None and found[0] == coords._version and found[1] == kind:
+    if found is not None and found[0] == version(coords) and found[1] == kind:
         return found[2]
     made = make()
     remember(coords, kind, made)
@@ -32,7 +37,7 @@ def known(coords: torch.Tensor, kind: Hashable, make: Callable[[], CoordSet]) ->
 def remember(coords: torch.Tensor, kind: Hashable, made: CoordSet) -> None:
     """Tells `known` that `coords` stands for a set, which must not hold it."""
     with _lock:
-        _known[coords] = (coords._version, kind, made)
+        _known[coords] = (version(coords), kind, made)
 
 
 def distinct(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

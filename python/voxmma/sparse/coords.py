@@ -497,10 +497,7 @@ class CoordSet:
             return torch.where(rows < 0, rows, self.repeated.rows.get()[0][rows.clamp(min=0)])
         if self.num and kernels_take(coords):
             return _C.lookup_rows(coords, *self.hash_index())
-        space, batch = coords[:, 1:], coords[:, 0]
-        packable = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)
-        keys = pack(torch.where(packable.unsqueeze(1), coords, 0))
-        return torch.where(packable, find_keys(keys, *self.sorted_keys()), -1)
+        return find_rows(coords, *self.sorted_keys())
 
     def derive(self, key: Derived) -> CoordSet:
         """Of a sized set: the output set of a layer."""
@@ -512,6 +509,14 @@ class CoordSet:
 
     def dense(self, feats: torch.Tensor, shape: Triple, origin: Triple) -> torch.Tensor:
         """Of a sized set: `Voxels.dense` of features on it."""
+        raise NotImplementedError
+
+    def weighted(self, feats: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Of a sized set: voxmma.sparse.interpolate.weighted."""
+        raise NotImplementedError
+
+    def check_points(self, points: torch.Tensor) -> None:
+        """Of a sized set: has the first of points (M, 3) that is not finite reported after the frame."""
         raise NotImplementedError
 
     def tree(self) -> tuple[torch.Tensor, ...]:
@@ -810,6 +815,14 @@ def find_keys(keys: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> t
         return torch.full_like(keys, -1)
     place = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
     return torch.where(ordered[place] == keys, row[place], -1)
+
+
+def find_rows(coords: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """`find_keys` of any (M, 4) integers."""
+    space, batch = coords[:, 1:], coords[:, 0]
+    packable = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)
+    keys = pack(torch.where(packable.unsqueeze(1), coords, 0))
+    return torch.where(packable, find_keys(keys, ordered, row), -1)
 
 
 def first_duplicate(keys: torch.Tensor, order: torch.Tensor) -> tuple[int, int]:

@@ -16,10 +16,11 @@ from voxmma.sparse.coords import gather_rows, kernels_take
 def weighted(feats: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     """(M, C) in the dtype of feats: y[i] = sum over k of weights[i, k] * feats[rows[i, k]] for feats (N, C).
 
-    rows (M, K) integers, negative = none; weights (M, K) of any float dtype. Weights and sums are fp64 for
-    fp64 features, else fp32, added up serially in k: CPU and GPU give the same bits. Differentiable in feats,
-    deterministic.
+    rows (M, K) integers, K up to 8, negative = none; weights (M, K) of any float dtype. Weights and sums are
+    fp64 for fp64 features, else fp32, added up serially in k: CPU and GPU give the same bits. Differentiable
+    in feats, deterministic.
     """
+    _check(rows)
     if len(feats) and kernels_take(feats):
         return Interpolate.apply(feats, *_corners(feats, rows, weights))
     table = feats if len(feats) else feats.new_zeros((1, feats.shape[1])) + feats.sum(0)
@@ -39,6 +40,7 @@ def spread_weighted(feats: Tensor, rows: Tensor, weights: Tensor, num: int) -> T
 
     Sums in row order in fp64 for fp64 features, else in fp32, rounded once. Differentiable in feats.
     """
+    _check(rows)
     if num and kernels_take(feats):
         return Spread.apply(feats, *_corners(feats, rows, weights), num)
     wide = _wide(feats)
@@ -48,11 +50,14 @@ def spread_weighted(feats: Tensor, rows: Tensor, weights: Tensor, num: int) -> T
     return total[:num].to(feats.dtype)
 
 
+def _check(rows: Tensor) -> None:
+    if rows.dim() != 2 or not 1 <= rows.shape[1] <= 8:
+        raise ValueError(f"rows must be (M, K) with K of 1 to 8, got {tuple(rows.shape)}")
+
+
 def _corners(feats: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Rows and weights as the kernels take them: one or eight a point, no row where there is no weight."""
     room = 0 if rows.shape[1] in (1, 8) else -rows.shape[1] % 8
-    if rows.shape[1] + room > 8:
-        raise ValueError(f"rows must be (M, K) with K up to 8, got {tuple(rows.shape)}")
     rows = pad(torch.where(weights != 0, rows, -1).int(), (0, room), value=-1)
     return rows.contiguous(), pad(weights.to(_wide(feats)), (0, room)).contiguous()
 

@@ -14,7 +14,7 @@ import torch
 from voxmma.compat.kernels import columns_inside, columns_outside, turned
 from voxmma.compat.MinkowskiEngine.MinkowskiCommon import check_dimension, convert_to_int_list
 from voxmma.compat.MinkowskiEngine.MinkowskiKernelGenerator import KernelGenerator, RegionType
-from voxmma.compat.sets import distinct, whole
+from voxmma.compat.sets import whole
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.derive import children, windows
 from voxmma.sparse.maps import kernel_map
@@ -135,10 +135,14 @@ class CoordinateManager:
         if rows.shape[1] != self.D + 1:
             raise ValueError(f"coordinates must be (N, {self.D + 1}), got shape {tuple(rows.shape)}")
         columns = columns_inside(rows, stride)
-        doubled = distinct(columns)
-        made = CoordSet(columns if doubled is None else columns[doubled[0]], self.batch_size)
-        empty = torch.empty(0, dtype=torch.int64, device=rows.device)
-        return self.add(made, stride, string_id), doubled or (empty, empty)
+        found = CoordSet(columns, self.batch_size, duplicates="keep")
+        if found.repeated is None:
+            empty = torch.empty(0, dtype=torch.int64, device=rows.device)
+            return self.add(found, stride, string_id), (empty, empty)
+        first, place = found.repeated.rows.get()
+        unique, order = torch.sort(first)
+        made = CoordSet(columns[unique], found.batch_size)
+        return self.add(made, stride, string_id), (unique, torch.argsort(order)[place])
 
     def stride(
         self, coordinate_map_key: CoordinateMapKey, stride: Any, string_id: str = ""

@@ -8,7 +8,6 @@ import math
 import torch
 
 from voxmma.compat.names import missing as _missing
-from voxmma.compat.sets import distinct
 from voxmma.compat.torchsparse.nn.functional.query import find_rows
 from voxmma.compat.torchsparse.utils.utils import make_triple
 from voxmma.sparse.coords import CoordSet
@@ -20,15 +19,11 @@ class GPUHashTable:
 
     def __init__(self, table_keys: torch.Tensor | int, table_vals: torch.Tensor | None = None) -> None:
         self._set: CoordSet | None = None
-        self._rows: torch.Tensor | None = None
         self._keys: torch.Tensor | None = None
 
     def insert_coords(self, coords: torch.Tensor) -> None:
         """The coordinates to be found; of equal ones the first is. ValueError names a row out of range."""
-        columns = coords[:, [3, 0, 1, 2]]
-        doubled = distinct(columns)
-        self._rows = None if doubled is None else doubled[0]
-        self._set = CoordSet(columns if doubled is None else columns[doubled[0]])
+        self._set = CoordSet(coords[:, [3, 0, 1, 2]], duplicates="keep")
 
     def lookup_coords(
         self,
@@ -56,8 +51,6 @@ class GPUHashTable:
         space = (coords[:, None, :3] * step + shift).flatten(0, 1)
         batch = coords[:, None, 3:].expand(-1, len(offsets), -1).flatten(0, 1)
         rows = self._set.lookup(torch.cat([batch, space], dim=1).int().contiguous())
-        if self._rows is not None:
-            rows = torch.where(rows >= 0, self._rows[rows], rows)
         return (rows + 1).int().view(len(coords), len(offsets))
 
     def insert_vals(self, keys: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from voxmma._types import Triple
 from voxmma.compat.kernels import columns_inside, columns_outside, turned
-from voxmma.compat.sets import known, remember
+from voxmma.compat.sets import known, remember, version
 from voxmma.compat.torchsparse import options
 from voxmma.compat.torchsparse.utils.tensor_cache import KernelMaps, TensorCache, cache_for
 from voxmma.compat.torchsparse.utils.utils import make_ntuple, make_triple
@@ -131,8 +131,8 @@ class SparseTensor:
         CoordSet."""
         coords = self.coords
         found = self._set
-        if found is None or found[0] is not coords or found[1] != coords._version:
-            found = self._set = (coords, coords._version, coord_set(coords, self.stride))
+        if found is None or found[0] is not coords or found[1] != version(coords):
+            found = self._set = (coords, version(coords), coord_set(coords, self.stride))
         return found[2]
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from voxmma.compat.spconv.pytorch.core import _ONE, IndiceData, Places, SparseCo
 from voxmma.compat.spconv.pytorch.modules import SparseModule
 from voxmma.dispatch.calls import call
 from voxmma.dispatch.config import ConvConfig
+from voxmma.dispatch.epilogue import Epilogue
 from voxmma.nn.modules.sparse_conv import SparseConv3d as _SparseConv3d
 from voxmma.sparse.maps import Geometry
 from voxmma.sparse.tensor import Voxels
@@ -50,8 +52,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         ndim: 1, 2 or 3 axes of the grid.
         in_channels, out_channels: channels.
         kernel_size, stride, padding, dilation, output_padding: one or ndim sizes, in the order of the columns
-        of
-            `indices`; integers of any library.
+            of `indices`; integers of any library.
         groups: 1.
         subm: outputs are the inputs' voxels; stride and padding are then kept and ignored.
         transposed, inverse: see SparseConvTranspose3d, SparseInverseConv3d.
@@ -62,8 +63,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         record_voxel_count: keep the largest number of outputs seen in training in the buffer
             `max_num_voxels_during_training`, which state dicts hold.
         act_type, act_alpha, act_beta: an activation applied to the result, 'ReLU', 'Sigmoid' or 'LeakyReLU'
-        of
-            slope act_alpha, by name or by a member of cumm's enumeration. act_beta is kept.
+            of slope act_alpha, by name or by a member of cumm's enumeration. act_beta is kept.
         name: for `SparseConvTensor.benchmark`.
 
     Parameters: `weight` (out_channels, *kernel_size, in_channels), `bias` (out_channels,) unless bias=False;
@@ -112,8 +112,8 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         super().__init__(name)
         if ndim == 4:
             raise NotImplementedError(
-                f"{type(self).__name__}: voxmma has no 4-D grids; a time axis can be the sample index of 3-D "
-                "layers"
+                f"{type(self).__name__}: voxmma has no 4-D grids; a time axis can be the sample index of "
+                "3-D layers"
             )
         if positive(groups, "groups") != 1:
             raise NotImplementedError("groups must be 1, as in spconv; voxmma.nn.SparseConv3d has groups")
@@ -126,8 +126,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         if transposed and set(spread) != {1}:
             raise NotImplementedError(
                 f"dilation={spread} in a transposed layer: spconv's output shape forgets it and cuts the "
-                "result; "
-                "voxmma.nn.SparseConvTranspose3d does what torch does"
+                "result; voxmma.nn.SparseConvTranspose3d does what torch does"
             )
         pointwise = volume == 1 and (subm or set(step) == {1})
         if pointwise and not subm and any(pad):
@@ -162,7 +161,6 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
             **precision,
         )
         self._ran: tuple[Any, ...] = ()
-        self._read: tuple[Any, ...] = ()
         self.weight = nn.Parameter(torch.empty(out_channels, *size, in_channels, device=device, dtype=dtype))
         if bias:
             self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype))
@@ -190,9 +188,13 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
     # ---- the call ----------------------------------------------------------------------------------------
 
     def forward(  # type: ignore[override]
-        self, input: SparseConvTensor, add_input: SparseConvTensor | None = None
+        self,
+        input: SparseConvTensor,
+        add_input: SparseConvTensor | None = None,
+        then: Epilogue | None = None,
     ) -> SparseConvTensor:
         """SparseConvTensor of in_channels -> of out_channels; `add_input`: added before the activation.
+        `then`: norm and activation for the same launch (SparseSequential).
 
         Raises:
             TypeError: input is no SparseConvTensor.
@@ -203,37 +205,37 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         if not isinstance(input, SparseConvTensor):
             raise TypeError(f"{self.config.layer} takes a SparseConvTensor, got {type(input).__name__}")
         if input.benchmark:
-            return _timed(self, input, add_input)
-        return self._run(input, add_input)
-
-    def _run(self, input: SparseConvTensor, add_input: SparseConvTensor | None) -> SparseConvTensor:
-        own: dict[str, Any] = self._parameters
-        places, features = input._here, input._features
-        coords = places.coords
-        if places.ndim != self.ndim or features.shape[0] != coords.num:
+            return _timed(self, input, add_input, then)
+        places, features = input._here(), input._features
+        if places.ndim != self.ndim or features.size(0) != places.count:
             raise _misfit(self, places, features)
+        own: dict[str, Any] = self._parameters
+        coords = places.coords
         x = Voxels._make(coords, features, _ONE)
+        weight = self._kernel(own["weight"] if "weight" in own else self.weight)  # noqa: SIM401
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401  # which is slow to look up
-        weight = self._kernel(own)
         made = SparseConvTensor.__new__(SparseConvTensor)
         state = made.__dict__
         state.update(input.__dict__)
         if self.subm or self.conv1x1:
-            y = call(self._config_of(_SAME), x, weight, bias)
+            config, geometry = self._ran_as(None)
+            y = call(config, x, weight, bias, then=then)
             if self.indice_key is not None and not self.conv1x1:
-                self._remember(state, places, places)
+                self._remember(state, geometry, places, places)
         elif self.inverse:
             data = self._named(input)
-            y = call(self._config_of(data.geometry), x, weight, bias, kernel_map=data.back)
+            config, _ = self._ran_as(data.geometry)
+            y = call(config, x, weight, bias, kernel_map=data.back, then=then)
             state["_places"], state["spatial_shape"] = data.inputs, data.spatial_shape
         else:
-            y = call(self.config, x, weight, bias)
+            config, geometry = self._ran_as(None)
+            y = call(config, x, weight, bias, then=then)
             shape = y._coord_set.spatial_shape
             state["spatial_shape"] = grid = list(shape[: self.ndim])  # type: ignore[index]
             state["_places"] = out = Places(None, y._coord_set, grid, input.batch_size, self.ndim)
             if self.indice_key is not None:
-                self._remember(state, places, out)
-        rows, state["_record"], state["_applied"] = y._feats, y._record, ()
+                self._remember(state, geometry, places, out)
+        rows, state["_record"], state["_applied"] = y._feats, y._record, y._applied
         if self.record_voxel_count and self.training:
             self._buffers[_VOXELS_SEEN].clamp_(min=rows.shape[0])  # type: ignore[union-attr]
         if add_input is not None:
@@ -241,66 +243,49 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         state["_features"] = rows if self._activate is None else self._activate(rows)
         return made
 
-    def _kernel(self, own: dict[str, Any]) -> torch.Tensor:
-        """The weight as the products take it, (K, C_in, C_out), without a copy where that can be."""
-        weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
-        if torch.is_grad_enabled() and weight.requires_grad:
-            return self._view(weight)
-        held = self._read
-        if not held or held[0] is not weight or held[1] != weight.data_ptr() or held[2] is not weight.dtype:
-            # A view: what is written into the weight is seen.
-            held = self._read = (weight, weight.data_ptr(), weight.dtype, self._view(weight.detach()))
-        return held[3]
-
-    def _view(self, weight: torch.Tensor) -> torch.Tensor:
+    def _kernel(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight as the products take it, (K, C_in, C_out): a view."""
         if self.conv1x1:
             return weight.reshape(1, self.in_channels, self.out_channels)
         return weight.reshape(self.out_channels, -1, self.in_channels).permute(1, 2, 0)
 
-    def _config_of(self, geometry: Geometry | None) -> ConvConfig:
-        """The config with the geometry of the map that runs, made once: None stands for a submanifold map."""
+    def _ran_as(self, geometry: Geometry | None) -> tuple[Any, ...]:
+        """(config, geometry) that run over a map of this geometry, made once; None: a submanifold map."""
         ran = self._ran
         if ran and ran[0] is self.config and ran[1] == geometry:
             return ran[2]
         config = self.config
-        if geometry is None:
+        if self.subm or self.conv1x1:
             made = replace(config, stride=_ONE, padding=None, transposed=False, generative=False)
-        else:
+        elif geometry is not None:
             made = replace(
                 config, stride=geometry.stride, dilation=geometry.dilation, padding=geometry.padding
             )
-        self._ran = config, geometry, made
-        return made
+        else:
+            made = config
+        self._ran = config, geometry, (made, made.geometry)
+        return self._ran[2]
 
-    def _remember(self, state: dict[str, Any], inputs: Places, outputs: Places) -> None:
+    def _remember(self, state: dict[str, Any], geometry: Geometry, inputs: Places, outputs: Places) -> None:
         """Leaves the map under the layer's key, in a dict of the output's own."""
-        config = self._config_of(_SAME) if self.subm else self.config
-        geometry, key = config.geometry, self.indice_key
+        key = self.indice_key
         known: dict[Any, IndiceData] = state["indice_dict"]
         data = known.get(key)
         if data is not None:
-            self._check_same(data, geometry)
-            if data.is_of(inputs.coords, geometry):
+            if (
+                data.inputs._coords is inputs._coords
+                and data.geometry == geometry
+                and data.is_subm == self.subm
+            ):
                 return
+            self._check_same(data, geometry)
             if not self.subm:
                 raise ValueError(
-                    f"{config.layer}: indice_key={key!r} names a map of other voxels already; inverse layers "
-                    "could "
-                    "not tell which they mean"
+                    f"{self.config.layer}: indice_key={key!r} names a map of other voxels already; inverse "
+                    "layers could not tell which they mean"
                 )
-        shapes = (
-            list(inputs.coords.spatial_shape or ())[: self.ndim],
-            list(outputs.coords.spatial_shape or ()),
-        )
-        made = IndiceData(
-            inputs,
-            outputs,
-            geometry,
-            self.subm,
-            (shapes[0], shapes[1][: self.ndim]),
-            self.algo,
-            config.transposed,
-        )
+        sides = (list(side.coords.spatial_shape or ())[: self.ndim] for side in (inputs, outputs))
+        made = IndiceData(inputs, outputs, geometry, self.subm, sides, self.algo, self.transposed)
         state["indice_dict"] = {**known, key: made}
 
     def _check_same(self, data: IndiceData, geometry: Geometry) -> None:
@@ -308,8 +293,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
             kind = "submanifold" if data.is_subm else "strided"
             raise ValueError(
                 f"{self.config.layer}: indice_key={self.indice_key!r} belongs to a {kind} layer of "
-                "kernel_size "
-                f"{data.ksize}, this one has {self.kernel_size}"
+                f"kernel_size {data.ksize}, this one has {self.kernel_size}"
             )
 
     def _named(self, input: SparseConvTensor) -> IndiceData:
@@ -318,8 +302,8 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         if data is None:
             known = ", ".join(map(repr, input.indice_dict)) or "none"
             raise ValueError(
-                f"{self.config.layer}: no layer before it has indice_key={self.indice_key!r}; there are: "
-                f"{known}"
+                f"{self.config.layer}: no layer before it has indice_key={self.indice_key!r}; "
+                f"there are: {known}"
             )
         if data.is_subm or data.geometry.kernel_size != self.config.kernel_size:
             self._check_same(data, self.config.geometry)
@@ -327,6 +311,9 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
                 f"{self.config.layer}: indice_key={self.indice_key!r} is that of a submanifold layer"
             )
         return data
+
+    #: What SparseSequential asks of a class before it hands over `then`: that its forward is this one.
+    fused_forward = forward
 
     # ---- checkpoints -------------------------------------------------------------------------------------
 
@@ -357,13 +344,10 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         return ", ".join(parts)
 
 
-_SAME = None  # the geometry of a submanifold map, of the layer's own kernel
-
-
 def _misfit(layer: SparseConvolution, places: Places, features: torch.Tensor) -> ValueError:
     if places.ndim != layer.ndim:
         return ValueError(f"{layer.config.layer} takes {layer.ndim}-D indices, got {places.ndim}-D ones")
-    return ValueError(f"features has {features.shape[0]} rows, indices has {places.num}")
+    return ValueError(f"features has {features.shape[0]} rows, indices has {places.count}")
 
 
 def _activation(act_type: Any, alpha: float) -> Any:
@@ -374,7 +358,7 @@ def _activation(act_type: Any, alpha: float) -> Any:
         "None_": None,
         "ReLU": torch.relu,
         "Sigmoid": torch.sigmoid,
-        "LeakyReLU": lambda rows: nn.functional.leaky_relu(rows, alpha),
+        "LeakyReLU": partial(nn.functional.leaky_relu, negative_slope=alpha),
     }
     if name not in known:
         raise ValueError(f"act_type must be one of None_, ReLU, Sigmoid and LeakyReLU, got {act_type!r}")
@@ -382,13 +366,19 @@ def _activation(act_type: Any, alpha: float) -> Any:
 
 
 def _timed(
-    layer: SparseConvolution, input: SparseConvTensor, add_input: SparseConvTensor | None
+    layer: SparseConvolution,
+    input: SparseConvTensor,
+    add_input: SparseConvTensor | None,
+    then: Epilogue | None,
 ) -> SparseConvTensor:
     """A call whose time goes into `benchmark_record`."""
     if layer.name is None:
         raise ValueError("benchmark=True needs names of layers: assign_name_for_sparse_modules(model)")
     clock = _Clock(input.features.device)
-    made = layer._run(input, add_input)
+    untimed = input.shadow_copy()
+    untimed.benchmark = False
+    made = layer(untimed, add_input, then)
+    made.benchmark = True
     entry = made.benchmark_record.setdefault(
         layer.name,
         {

@@ -52,7 +52,17 @@ class Places:
     Tensors on the same voxels share it. A write into `indices` or another grid makes another one.
     """
 
-    __slots__ = ("__weakref__", "_coords", "_indices", "_version", "batch", "ndim", "shape", "shape_given")
+    __slots__ = (
+        "__weakref__",
+        "_coords",
+        "_indices",
+        "_version",
+        "batch",
+        "count",
+        "ndim",
+        "shape",
+        "shape_given",
+    )
 
     def __init__(
         self, indices: torch.Tensor | None, coords: CoordSet | None, shape: Any, batch: Any, ndim: int
@@ -62,6 +72,8 @@ class Places:
         """the object that said the shape"""
         self.shape = copy.copy(shape)
         self.batch = batch
+        self.count: int = coords.num if indices is None else indices.shape[0]  # type: ignore[union-attr]
+        """number of rows"""
         self._indices: torch.Tensor | None = None
         self._coords = coords
         self._version = 0
@@ -119,13 +131,11 @@ class Places:
             batch, grid = integer(self.batch), padded(sizes(self.shape, self.ndim, "spatial_shape"), 1)
             if batch is None:
                 raise TypeError(f"batch_size must be an int, got {self.batch!r}")
-            self._coords = CoordSet(rows, batch, grid, "keep")
+            try:
+                self._coords = CoordSet(rows, batch, grid, "keep")
+            except (TypeError, ValueError) as error:
+                raise type(error)(str(error).replace("coords", "indices")) from None
         return self._coords
-
-    @property
-    def num(self) -> int:
-        kept = self._indices if self._indices is not None else self._coords.coords  # type: ignore[union-attr]
-        return kept.shape[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Places.of, (self.indices, self.shape, self.batch)
@@ -144,7 +154,7 @@ class IndiceData:
         outputs: Places,
         geometry: Geometry,
         is_subm: bool,
-        shapes: tuple[list[int], list[int]],
+        shapes: Iterable[list[int]],
         algo: ConvAlgo | None,
         transposed: bool = False,
     ) -> None:
@@ -157,10 +167,6 @@ class IndiceData:
         self.transposed = transposed
         self.voxel_num = None
         self._back: KernelMap | None = None
-
-    def is_of(self, coords: CoordSet, geometry: Geometry) -> bool:
-        """Whether that is the map of a layer of this geometry on `coords`."""
-        return self.inputs._coords is coords and self.geometry == geometry
 
     @property
     def map(self) -> KernelMap:
@@ -197,7 +203,7 @@ class IndiceData:
     def indice_pairs(self) -> torch.Tensor:
         """(2, K, N) int32 rows of inputs and outputs of each offset, -1 after the last of them."""
         found = self.map.pairs()
-        longest = max([self.inputs.num, *(len(rows) for rows, _ in found)])
+        longest = max([self.inputs.count, *(len(rows) for rows, _ in found)])
         made = torch.full((2, len(found), longest), -1, dtype=torch.int32, device=self.map.device)
         for k, sides in enumerate(found):
             for side, rows in enumerate(sides):
@@ -271,8 +277,8 @@ class SparseConvTensor:
             raise TypeError(f"indices must be an int32 tensor, got {what}")
         if indices.dim() != 2 or not 2 <= indices.shape[1] <= 4:
             raise ValueError(
-                f"indices must be (N, ndim + 1) rows of batch and 1 to 3 coordinates, got "
-                f"{tuple(indices.shape)}"
+                f"indices must be (N, ndim + 1) rows of batch and 1 to 3 coordinates, "
+                f"got {tuple(indices.shape)}"
             )
         return Places.of(indices, self.spatial_shape, self.batch_size)
 
@@ -303,19 +309,26 @@ class SparseConvTensor:
     def indices(self, value: torch.Tensor) -> None:
         self._places = self._placed(value)
 
-    @property
     def _here(self) -> Places:
         """Where the voxels are now: after writes into `indices`, and into the grid, somewhere else."""
-        places = self._places
+        places, shape = self._places, self.spatial_shape
+        indices = places._indices
+        if (
+            (indices is None or places._version < 0 or indices._version == places._version)
+            and (shape is places.shape_given and (shape.__class__ is not list or shape == places.shape))
+            and self.batch_size is places.batch
+        ):
+            return places
+        return self._moved(places)
+
+    def _moved(self, places: Places) -> Places:
         if not places.fresh or not places.in_grid(self.spatial_shape, self.batch_size):
-            known = (
-                places._coords if places.fresh and integer(self.batch_size) == integer(places.batch) else None
-            )
+            same = places.fresh and integer(self.batch_size) == integer(places.batch)
+            known = places._coords if same else None
             places = Places.of(places.indices, self.spatial_shape, self.batch_size)
             if places._coords is None and known is not None:
-                places._coords = known.with_spatial_shape(
-                    padded(sizes(self.spatial_shape, places.ndim, "spatial_shape"), 1)
-                )
+                grid = sizes(self.spatial_shape, places.ndim, "spatial_shape")
+                places._coords = known.with_spatial_shape(padded(grid, 1))
             self._places = places
         return places
 
@@ -323,7 +336,7 @@ class SparseConvTensor:
     def voxels(self) -> Voxels:
         """The same as voxmma's own value: columns in the same order, 0 in those that 1-D and 2-D grids
         lack."""
-        coords, features = self._here.coords, self._features
+        coords, features = self._here().coords, self._features
         if features.shape[0] != coords.num:
             raise ValueError(f"features has {features.shape[0]} rows, indices has {coords.num}")
         return Voxels._make(coords, features, _ONE, self._record, self._applied)

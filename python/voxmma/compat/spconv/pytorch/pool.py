@@ -69,7 +69,7 @@ class _Pool(SparseModule):
         """SparseConvTensor of C channels -> of C channels. TypeError or ValueError names what is wrong."""
         if not isinstance(input, SparseConvTensor):
             raise TypeError(f"{type(self).__name__} takes a SparseConvTensor, got {type(input).__name__}")
-        x, geometry, places = input.voxels, self._geometry(), input._here
+        x, geometry, places = input.voxels, self._geometry(), input._here()
         size, stride, dilation, padding = geometry
         window: dict[str, Any] = {"stride": stride, "dilation": dilation, "padding": padding}
         over = kernel_map(x, size, generative=not self.subm, **window)

@@ -12,6 +12,7 @@ import torch
 
 from voxmma._types import Triple
 from voxmma.compat.kernels import turned
+from voxmma.compat.sets import version
 from voxmma.compat.torchsparse import options
 from voxmma.compat.torchsparse import tensor as _tensor
 from voxmma.compat.torchsparse.nn.functional.conv_config import rule
@@ -165,7 +166,7 @@ def run(
     made = call(inside, input.voxels, kernel, bias, coords=target)
     if out_stride not in caches.cmaps:
         caches.cmaps[out_stride] = _entry(coords, spatial_range)
-    found_set = (coords, coords._version, made._coord_set)
+    found_set = (coords, version(coords), made._coord_set)
     return SparseTensor._make(made._feats, coords, out_stride, spatial_range, caches, found_set, made._record)
 
 

@@ -65,7 +65,8 @@ class Grid:
     def cells(self, stride: int | Triple) -> Tensor:
         """Mask of the cells of a coarser grid that hold a voxel."""
         step = triple(stride)
-        return F.max_pool3d(self.mask.double().unsqueeze(1), step, step)[:, 0] > 0
+        room = [r for n, s in zip(self.mask.shape[:0:-1], step[::-1], strict=True) for r in (0, -n % s)]
+        return F.max_pool3d(F.pad(self.mask.double(), room).unsqueeze(1), step, step)[:, 0] > 0
 
     def conv(
         self,
@@ -103,6 +104,16 @@ class Grid:
         out = torch.ones((len(self.mask), *shape), dtype=torch.bool)
         ones = self._padded(size, stride, padding, (1, 1, 1), out, self.mask.double().unsqueeze(1))
         return F.conv3d(ones, ones.new_ones((1, 1, *size)), None, stride)[:, 0] > 0
+
+    def clipped_windows(self, size: Triple, stride: Triple, padding: Triple) -> Tensor:
+        """`windows` from 0 on and as far as the batch's largest coordinate reaches: torchsparse 2.1's."""
+        last = self.coords()[:, 1:].amax(0).tolist() if bool(self.mask.any()) else [-(1 << 20)] * 3
+        ends = [(m + 2 * p - k + 1) // s + 1 for m, p, k, s in zip(last, padding, size, stride, strict=True)]
+        full = [max(-(-n // s), m, 1) for n, s, m in zip(self.mask.shape[1:], stride, ends, strict=True)]
+        mask = self.windows(size, stride, padding, (full[0], full[1], full[2]))
+        for axis, end in enumerate(ends):
+            mask[(slice(None), *[slice(None)] * axis, slice(max(end, 0), None))] = False
+        return mask
 
     def conv_transpose(
         self,

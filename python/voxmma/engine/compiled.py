@@ -522,7 +522,7 @@ class Engine:
         event = None
         status = made.status
         if made.graph is not None:
-            status = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
+            status = torch.empty(status.shape, dtype=status.dtype, device="cpu", pin_memory=True)
             status.copy_(made.status, non_blocking=True)
             event = torch.cuda.Event()
             event.record()

@@ -2,8 +2,8 @@
 
 The log is taken where torch dispatches `torch.ops.voxmma.conv`, `conv_fused`, `conv_rescaled` and
 `conv_wgrad`, below autograd and autocast: what it shows are the arguments that reached the kernels, not what
-anybody meant to ask for. The record of each convolution call (voxmma.explain) adds the layer, the level that decided, and the
-reason.
+anybody meant to ask for. The record of each convolution call (voxmma.explain) adds the layer, the level that
+decided, and the reason.
 """
 
 from __future__ import annotations

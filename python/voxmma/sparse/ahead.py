@@ -14,12 +14,11 @@ import threading
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from voxmma.sparse.cached import _capturing, keep
+from voxmma.sparse.cached import ByTensor, Made, _capturing, keep
 from voxmma.sparse.coords import _KEPT, CoordSet
 from voxmma.sparse.derive import Derived
-from voxmma.sparse.maps import Direction, Geometry, MapCore, core_between, held_sets
+from voxmma.sparse.maps import Direction, Geometry, MapCore, core_between, held_sets, size_tensor
 from voxmma.sparse.sized import Plan, SizedSet, derive_sized, plans_sized
 
 _SET_SLACK, _MAP_SLACK = 1.25, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'
@@ -102,7 +101,7 @@ class Place:
         """A map from this set to that of `outputs` was built."""
         if outputs is None or outputs.root is not self.root:
             return
-        ends = self.site, outputs.site, core.geometry, reverse, core.flipped
+        how = core.geometry, reverse, core.flipped
         n_in, n_out = made.tensors[-1].shape[1:]
         passes, units = 0.0, 0.0
         if len(made.tensors) > 4:
@@ -110,15 +109,16 @@ class Place:
             passes, units = len(made.tensors[2]) / tiles, len(made.tensors[4]) / 4 / max(n_in, n_out, 1)
         with self.asked.lock:
             for known in self.asked.maps:
-                if (known.inputs, known.outputs, known.geometry, known.reverse, known.flipped) == ends:
+                here = known.inputs is self.site and known.outputs is outputs.site
+                if here and (known.geometry, known.reverse, known.flipped) == how:
                     known.passes, known.units, known.taken = passes, units, True
                     return
             if len(self.asked.maps) < _KEPT["maps"]:
-                self.asked.maps.append(Wanted(*ends, passes, units))
+                self.asked.maps.append(Wanted(self.site, outputs.site, *how, passes, units))
 
 
 #: By the weight of the layer that met a new set first.
-_ASKED = WeakTensorKeyDictionary()
+_ASKED = ByTensor(Asked)
 _LOCK = threading.Lock()
 _DEVICES = {"cuda"}
 
@@ -128,10 +128,13 @@ def meet(coords: CoordSet, weight: torch.Tensor) -> None:
 
     Of several threads one makes it, and the others wait.
     """
-    if coords.place is not None or coords.device.type not in _DEVICES or coords.num == 0:
+    if coords.place is not None or weight.device.type not in _DEVICES:
         return
     if type(coords) is not CoordSet or coords.repeated is not None or held_sets.get() is not None:
         return  # sets of other kinds make what layers ask for themselves
+    rows = coords.num
+    if rows == 0:
+        return
     if torch._C._are_functorch_transforms_active() or not _on_this_device(weight, coords):
         return
     with coords._index.lock:
@@ -139,13 +142,11 @@ def meet(coords: CoordSet, weight: torch.Tensor) -> None:
             return
         with _LOCK:
             asked = _ASKED.get(weight)
-            if asked is None:
-                asked = _ASKED[weight] = Asked()
-        place = Place(asked, coords.num)
+        place = Place(asked, rows)
         with asked.lock:  # not held while anything is made: it is asked for under the locks of sets
-            if coords.num > _MOST_GROWTH * asked.rows:
+            if rows > _MOST_GROWTH * asked.rows:
                 asked.forget()
-            asked.rows = coords.num
+            asked.rows = rows
             _drop_untaken(asked)
             sites, wanted = list(asked.sites), list(asked.maps)
         if wanted:
@@ -198,6 +199,7 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
         plans.append(Plan(inputs, outputs, wanted.geometry, wanted.reverse, (passes, units)))
     made = plans_sized(plans, status[len(sites) :], compact=True)
     found = status.tolist()  # waits
+    done = Made((status,), "what layers asked for")  # one event for all of it
     exact: dict[_Site | None, CoordSet] = {None: coords}
     for site, (number, outside, *_) in zip(sites, found, strict=False):
         source = exact.get(site.source)
@@ -205,14 +207,14 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
             continue
         site.rate = _rate(site.rate, number / rows)
         if not outside and number <= len(sets[site].coords):
-            exact[site] = _keep_set(source, sets[site], Place(place.asked, rows, site, place), number)
+            exact[site] = _keep_set(source, sets[site], Place(place.asked, rows, site, place), number, done)
     for wanted, plan, tensors, (units, passes, pairs, _) in zip(
         maps, plans, made, found[len(sites) :], strict=True
     ):
         wanted.taken = False
         inputs_set, outputs_set = exact.get(wanted.inputs), exact.get(wanted.outputs)
         if inputs_set is not None and outputs_set is not None:
-            _keep_map(inputs_set, outputs_set, wanted, tensors, plan.room, (passes, units), pairs)
+            _keep_map(inputs_set, outputs_set, wanted, tensors, plan.room, (passes, units), pairs, done)
 
 
 def _rate(before: float, now: float) -> float:
@@ -220,13 +222,13 @@ def _rate(before: float, now: float) -> float:
     return max(now, (3 * before + now) / 4)
 
 
-def _keep_set(source: CoordSet, made: SizedSet, place: Place, number: int) -> CoordSet:
+def _keep_set(source: CoordSet, made: SizedSet, place: Place, number: int, done: Made) -> CoordSet:
     """Caches an output set with `source`."""
     assert place.site is not None
     key = place.site.key
     coords = made.coords[:number]
     first, second = made.index
-    out = CoordSet.trusted(coords, source.batch_size, made.bounds, key.shape)
+    out = CoordSet.trusted(coords, source.batch_size, made.bounds, key.shape, beside=done)
     if coords.is_cuda:
         out._set_hashed(first[:number], second)
     else:
@@ -245,9 +247,10 @@ def _keep_map(
     room: tuple[int, int],
     need: tuple[int, int],
     pairs: int,
+    done: Made,
 ) -> None:
     """Caches a map with its sets, if it found room."""
-    size = tensors[-1].new_empty((0, inputs.num, outputs.num))
+    size = size_tensor(inputs._coords, outputs._coords)
     if inputs.device.type == "cuda":
         passes, units = need
         tiles = -(-outputs.num // _TILE)
@@ -265,9 +268,9 @@ def _keep_map(
             uniq[: 4 * units],
             local[:tiles],
         )
-        direction = Direction([*cut, size], pairs)
+        direction = Direction([*cut, size], pairs, beside=done)
     else:
-        direction = Direction([*tensors[:-1], size], pairs)
+        direction = Direction([*tensors[:-1], size], pairs, beside=done)
     direction.wanted = wanted
     fine, coarse = (outputs, inputs) if wanted.reverse else (inputs, outputs)
     core = core_between(fine, coarse, wanted.geometry, wanted.flipped)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -118,3 +119,36 @@ def keep(cache: dict[_K, _V], key: _K, value: _V, limit: int) -> _V:
     while len(cache) >= limit and key not in cache:
         cache.pop(list(cache)[0], None)  # noqa: RUF015  a dead set's map may leave between iter() and next()
     return cache.setdefault(key, value)
+
+
+class _Tensor(weakref.ref[torch.Tensor], Generic[_V]):
+    __slots__ = ("key", "value")
+
+    key: int
+    value: _V
+
+
+class ByTensor(Generic[_V]):
+    """A value of each tensor that was asked for, by the tensor's identity, while it lives."""
+
+    def __init__(self, make: Callable[[], _V]) -> None:
+        self._make = make
+        self._known: dict[int, _Tensor[_V]] = {}
+
+    def get(self, tensor: torch.Tensor) -> _V:
+        """The tensor's value, made where it has none."""
+        key = id(tensor)
+        known = self._known.get(key)
+        if known is None or known() is not tensor:
+            known = _Tensor(tensor, self._forget)
+            known.key, known.value = key, self._make()
+            self._known[key] = known
+        return known.value
+
+    def _forget(self, gone: weakref.ref[torch.Tensor]) -> None:
+        assert isinstance(gone, _Tensor)
+        if self._known.get(gone.key) is gone:
+            self._known.pop(gone.key, None)
+
+    def __len__(self) -> int:
+        return len(self._known)

@@ -13,7 +13,7 @@ import torch
 from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import Triple, as_tensor, integer, triple
-from voxmma.sparse.cached import Made, new_lock, refuse_capture
+from voxmma.sparse.cached import ByTensor, Made, new_lock, refuse_capture
 
 if TYPE_CHECKING:
     from voxmma.dispatch.calls import Repeat
@@ -30,6 +30,7 @@ _BATCH_BIAS = 512  # keeps the packed key of batch 0..1022 inside a signed 64-bi
 _SHIFTS = (3 * COORD_BITS, 2 * COORD_BITS, COORD_BITS, 0)
 _INT32 = torch.iinfo(torch.int32)
 _KEPT = {"maps": 64, "derived": 64, "calls": 512}  # most entries of a set's caches; the oldest leaves
+_KEPT_OF_A_TENSOR = 64  # sets, beside those that live
 
 
 def pack(coords: torch.Tensor) -> torch.Tensor:
@@ -258,8 +259,9 @@ class CoordSet:
                 f"coords rows {twin} and {duplicate} are the same voxel {tuple(coords[twin].tolist())}; "
                 "Voxels(..., duplicates='mean'|'sum'|'max'|'first') merges duplicates, 'keep' keeps them"
             )
-        self.batch_size = resolve_batch_size(batch_size, largest_batch, self._coords[:, 0], "coords")
-        self._check_inside()
+        self.batch_size = resolve_batch_size(batch_size, largest_batch, self._coords, "coords")
+        if shape is not None:
+            self._check_inside()
         if duplicate >= 0:
             self._split()
 
@@ -293,14 +295,15 @@ class CoordSet:
         bounds: Bounds | None = None,
         spatial_shape: Triple | None = None,
         repeats: bool = False,
+        beside: Made | None = None,
     ) -> CoordSet:
         """A set of (N, 4) contiguous int32 `coords` known to be valid: nothing is checked or copied.
 
         `bounds`, where they are known, save work when the set is indexed on a GPU. `repeats`: rows may come
-        twice; that is looked for, and waits for a GPU.
+        twice; that is looked for, and waits for a GPU. `beside`: as of `Made`.
         """
         made = cls.__new__(cls)
-        made._start(_made(coords), batch_size, spatial_shape=spatial_shape)
+        made._start(_made(coords, beside), batch_size, spatial_shape=spatial_shape)
         made._index.bounds = bounds
         if repeats and isinstance(coords, torch.Tensor):
             made._split()
@@ -320,27 +323,32 @@ class CoordSet:
         `coords` of Voxels lead back to the set they are of. A write that torch does not count (through .data,
         numpy or DLPack) is seen on a CPU, where the coordinates are compared, and not on a GPU.
         """
-        if torch.compiler.is_compiling() or type(coords) is not torch.Tensor or coords.is_inference():
-            return cls(coords, batch_size, spatial_shape, duplicates)
-        if torch._C._are_functorch_transforms_active():
+        plain = (
+            not torch.compiler.is_compiling() and type(coords) is torch.Tensor and not coords.is_inference()
+        )
+        if not plain or torch._C._are_functorch_transforms_active():
             return cls(coords, batch_size, spatial_shape, duplicates)
         samples, shape = check_batch_size(batch_size), check_spatial_shape(spatial_shape)
-        owner = _exposed.get(id(coords))
+        known, asked = _wrapped.get(coords), (samples, shape, duplicates)
+        state = coords._version, coords.data_ptr(), coords.shape, coords.stride()
+        if known.state != state:
+            known.state, known.sets = state, {}
+        owner = None if known.owner is None else known.owner()
         if owner is not None and owner._coords is coords and not owner._made.written:
             fits = owner.batch_size == samples and owner.spatial_shape == shape
             if fits and (owner.repeated is None or duplicates == "keep"):
                 return owner
-        state = coords._version, coords.data_ptr(), coords.shape, coords.stride()
-        known = _wrapped.get(id(coords))
-        if known is None or known.tensor() is not coords or known.state != state:
-            known = _wrapped[id(coords)] = _Wrapped(coords, state)
-        asked = samples, shape, duplicates
-        found = known.sets.get(asked)
-        whole = found is not None and not found._made.written
-        if found is not None and whole and (coords.is_cuda or bool((found._coords == coords).all())):
+        found = known.get(asked)
+        if found is not None and not found._made.written and (coords.is_cuda or found._reads(coords)):
             return found
-        made = known.sets[asked] = cls(coords, samples, shape, duplicates)
+        made = cls(coords, *asked)
+        known.put(asked, made)
         return made
+
+    def _reads(self, coords: torch.Tensor) -> bool:
+        """Whether (N, 4) integers are its coordinates."""
+        mine = self._coords
+        return torch.equal(mine, coords) if mine.dtype == coords.dtype else bool((mine == coords).all())
 
     # ---- repeated rows -------------------------------------------------------------------------------------
 
@@ -534,7 +542,9 @@ class CoordSet:
         """`coords`, which `of` leads back to this set from now on."""
         coords = self.coords
         if not torch.compiler.is_compiling():
-            _exposed[id(coords)] = self
+            known = _wrapped.get(coords)
+            if known.owner is None or known.owner() is not self:
+                known.owner = weakref.ref(self)
         return coords
 
     def use(self, made: Made) -> None:
@@ -751,26 +761,29 @@ def _sites_of(full: CoordSet) -> CoordSet:
 
 
 class _Wrapped:
-    """A tensor that sets were made of, and the sets, all held weakly."""
+    """Of a tensor: the sets that were made of it, held weakly."""
 
-    def __init__(self, tensor: torch.Tensor, state: tuple[Any, ...]) -> None:
-        key = id(tensor)
+    __slots__ = ("owner", "sets", "state")
 
-        def forget(gone: weakref.ref[torch.Tensor]) -> None:
-            known = _wrapped.get(key)
-            if known is not None and known.tensor is gone:
-                _wrapped.pop(key, None)
-
-        self.tensor = weakref.ref(tensor, forget)
-        self.state = state
+    def __init__(self) -> None:
+        self.owner: weakref.ref[CoordSet] | None = None
+        """the set whose own coordinates it is, if it was handed out"""
+        self.state: tuple[Any, ...] = ()
         """version, address, shape and strides that the sets are of"""
-        self.sets: weakref.WeakValueDictionary[tuple[Any, ...], CoordSet] = weakref.WeakValueDictionary()
+        self.sets: dict[tuple[Any, ...], weakref.ref[CoordSet]] = {}
+        """by the other arguments"""
+
+    def get(self, asked: tuple[Any, ...]) -> CoordSet | None:
+        found = self.sets.get(asked)
+        return None if found is None else found()
+
+    def put(self, asked: tuple[Any, ...], made: CoordSet) -> None:
+        if len(self.sets) >= _KEPT_OF_A_TENSOR:
+            self.sets = {key: known for key, known in self.sets.items() if known() is not None}
+        self.sets[asked] = weakref.ref(made)
 
 
-_wrapped: dict[int, _Wrapped] = {}
-_exposed: weakref.WeakValueDictionary[int, CoordSet] = weakref.WeakValueDictionary()
-"""sets whose own coordinates were handed out, by the id of the tensor"""
-
+_wrapped = ByTensor(_Wrapped)
 
 _COORDS = "the coordinates of a coordinate set"
 _SORTED = "the sorted keys of a coordinate set"
@@ -778,12 +791,12 @@ _HASHED = "the index tensors of a coordinate set"
 _COUNTS = "the voxel counts of a coordinate set"
 
 
-def _made(coords: torch.Tensor) -> Made:
+def _made(coords: torch.Tensor, beside: Made | None = None) -> Made:
     """Coordinates as a set keeps them: tensors whose writes are counted, and which a backward can keep."""
     if not torch.compiler.is_compiling() and isinstance(coords, torch.Tensor) and coords.is_inference():
         with torch.inference_mode(False):
             coords = coords.clone()
-    return Made((coords,), _COORDS)
+    return Made((coords,), _COORDS, beside)
 
 
 def kernels_take(tensor: torch.Tensor) -> bool:
@@ -829,11 +842,12 @@ def check_columns(coords: torch.Tensor) -> None:
     if coords.dtype not in (torch.int32, torch.int64):
         hint = "; Voxels.from_points takes points" if coords.is_floating_point() else ""
         raise TypeError(f"coords must be int32 or int64, got {coords.dtype}{hint}")
-    if coords.dim() != 2 or coords.shape[1] != 4:
-        raise ValueError(f"coords must be (N, 4) rows of batch, x, y, z, got shape {tuple(coords.shape)}")
-    if coords.shape[0] > _INT32.max:
-        raise ValueError(f"coords has {coords.shape[0]} rows, at most {_INT32.max} are possible")
-    if coords.device.type not in ("cpu", "cuda"):
+    shape = coords.shape
+    if len(shape) != 2 or shape[1] != 4:
+        raise ValueError(f"coords must be (N, 4) rows of batch, x, y, z, got shape {tuple(shape)}")
+    if shape[0] > _INT32.max:
+        raise ValueError(f"coords has {shape[0]} rows, at most {_INT32.max} are possible")
+    if not (coords.is_cpu or coords.is_cuda):
         raise ValueError(f"coords must be on a CPU or a CUDA device, got {coords.device}")
 
 
@@ -865,11 +879,13 @@ def check_inside(coords: torch.Tensor, shape: Triple) -> None:
         )
 
 
-def resolve_batch_size(batch_size: int | None, largest: int, batch: torch.Tensor, name: str) -> int:
-    """`batch_size`, or largest + 1 when None. ValueError names the first row of `batch` (N,) above it."""
+def resolve_batch_size(batch_size: int | None, largest: int, rows: torch.Tensor, name: str) -> int:
+    """`batch_size`, or largest + 1 when None. ValueError names the first of `rows`, batch indices (N,) or
+    coordinates (N, 4), above it."""
     if batch_size is None:
         return largest + 1
     if largest >= batch_size:
+        batch = rows if rows.dim() == 1 else rows[:, 0]
         row = int(torch.nonzero(batch >= batch_size)[0])
         raise ValueError(f"{name} row {row} has batch index {int(batch[row])}, batch_size is {batch_size}")
     return batch_size

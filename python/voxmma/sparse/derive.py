@@ -151,7 +151,8 @@ def _cached(source: CoordSet, key: Derived, max_voxels: int | None) -> CoordSet:
     made = source.derived.get(key)
     if made is None or made._made.written:
         made = _made_once(source, key, limit)
-    check_count(made.num, limit, source.num)
+    if made.num > limit:
+        raise _too_many(made.num, limit, source.num)
     return made
 
 
@@ -159,8 +160,10 @@ def _cached(source: CoordSet, key: Derived, max_voxels: int | None) -> CoordSet:
 def _made_once(source: CoordSet, key: Derived, limit: int) -> CoordSet:
     with source._index.lock:
         made = source.derived.get(key)
-        if made is None or made._made.written:
-            source.derived.pop(key, None)  # somebody wrote into its coordinates
+        if made is not None and made._made.written:
+            del source.derived[key]  # somebody wrote into its coordinates
+            made = None
+        if made is None:
             made = _make(source, key, limit)
             keep(source.derived, key, made, _KEPT["derived"])
             if source.place is not None:

@@ -78,10 +78,15 @@ class Direction:
     """
 
     def __init__(
-        self, tensors: list[torch.Tensor], num_pairs: int | None, stats: torch.Tensor | None = None
+        self,
+        tensors: list[torch.Tensor],
+        num_pairs: int | None,
+        stats: torch.Tensor | None = None,
+        beside: Made | None = None,
     ) -> None:
         self.tensors = tensors
-        self.made = Made(tensors if stats is None else [*tensors, stats], "the tensors of a kernel map")
+        kept = tensors if stats is None else [*tensors, stats]
+        self.made = Made(kept, "the tensors of a kernel map", beside)
         self.counts: Made | None = None
         """KernelMap.counts, once asked for"""
         self.wanted: Wanted | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -47,11 +48,17 @@ for _ours, _theirs, _kind in (
 
 def is_plain(module: nn.Module) -> bool:
     """Whether every module inside is of a class that, bases included, comes from torch."""
+    of_torch = _of_torch if torch.compiler.is_compiling() else _known_of_torch
+    return of_torch(type(module)) and all(of_torch(type(part)) for part in module.modules())
+
+
+def _of_torch(cls: type) -> bool:
     return all(
-        cls.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc")
-        for part in module.modules()
-        for cls in type(part).__mro__
+        base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc") for base in cls.__mro__
     )
+
+
+_known_of_torch = functools.lru_cache(maxsize=256)(_of_torch)
 
 
 def untouched(module: nn.Module) -> bool:
@@ -92,9 +99,9 @@ def activation_of(layer: Any) -> Activation | None:
     return None if found is None else Activation(*found, type(layer).__name__)
 
 
-def _epilogue(layers: Sequence[nn.Module | Add], first: int) -> tuple[Epilogue, int]:
+def _epilogue(layers: Sequence[nn.Module | Add], first: int) -> tuple[Epilogue | None, int]:
     """What may follow a convolution, of the layers from `first` on: norm, sum, activation, in this order; and
-    the layer after it."""
+    the layer after it. None where nothing may."""
     at, end = first, len(layers)
     found = norm_of(layers[at]) if at < end else None
     at += found is not None
@@ -102,6 +109,8 @@ def _epilogue(layers: Sequence[nn.Module | Add], first: int) -> tuple[Epilogue, 
     at += isinstance(add, Add)
     act = activation_of(layers[at]) if at < end else None
     at += act is not None
+    if at == first:
+        return None, at
     if isinstance(add, Add):
         return Epilogue(found, add.residual, act, add.first), at
     return Epilogue(found, None, act), at
@@ -124,9 +133,9 @@ def run_layers(layers: Sequence[nn.Module | Add], x: Any) -> Any:
             continue
         if not single and type(layer) in _CONVOLUTIONS and isinstance(x, Voxels) and untouched(layer):
             conv: Any = layer
-            then, end = _epilogue(layers, at)
             own = conv._parameters
-            if end > at and "weight" in own and "bias" in own:
+            then, end = _epilogue(layers, at)
+            if then is not None and "weight" in own and "bias" in own:
                 x = call(conv.config, x, own["weight"], own["bias"], then=then)
                 at = end
                 continue

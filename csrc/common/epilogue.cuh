@@ -130,8 +130,8 @@ __device__ __forceinline__ void finish_as(const ConvArgs& args, int64_t row, int
   A of[N];
   if (e.scale != nullptr) {
     load_elements(of, static_cast<const A*>(e.scale) + channel, valid, vec);
-    A add[N] = {};
-    if (args.bias != nullptr) load_elements(add, static_cast<const A*>(args.bias) + channel, valid, vec);
+    A add[N];
+    load_elements(add, static_cast<const A*>(args.bias) + channel, valid, vec);
 #pragma unroll
     for (int i = 0; i < N; ++i) v[i] = fma(v[i], of[i], add[i]);
   } else if (args.bias != nullptr) {

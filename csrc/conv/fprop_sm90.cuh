@@ -89,10 +89,14 @@ __device__ void store_shared_item(const ConvArgs& args, bool wide, uint32_t sums
   }
 }
 
-// Two columns of a row of numbers that has `left` of them, zeros behind it. wide: pairs are aligned and whole.
-__device__ __forceinline__ float2 load_pair(const float* row, int col, int left, bool wide) {
-  if (wide) return col < left ? __ldg(reinterpret_cast<const float2*>(row + col)) : make_float2(0, 0);
-  return make_float2(col < left ? __ldg(row + col) : 0.f, col + 1 < left ? __ldg(row + col + 1) : 0.f);
+// Two columns of a row that has `left` of them, zeros behind it.
+template <class T>
+__device__ __forceinline__ float2 load_pair(const T* row, int col, int left) {
+  return make_float2(col < left ? convert<float>(row[col]) : 0.f, col + 1 < left ? convert<float>(row[col + 1]) : 0.f);
+}
+// The same where pairs are aligned and whole, some pair behind the row: no branch, so that many loads are on their way.
+__device__ __forceinline__ float2 load_whole_pair(const float* row, int col, int left) {
+  return __ldg(reinterpret_cast<const float2*>(row + min(col, left - 2)));
 }
 
 // Bias and epilogue of the block of a warpgroup, in its registers: they leave no room for the other way, finish_as.
@@ -101,52 +105,61 @@ template <class C>
 __device__ __forceinline__ void finish_block(const ConvArgs& args, Accumulator<float, C::BN>& acc,
                                              const int (&out_row)[2], int64_t channel, int left, bool wide, int quad) {
   using T = cuda_type<typename C::T>;
+  constexpr int kBlocks = C::BN / 8;
   const Epilogue& e = args.epilogue;
   const float* scale = static_cast<const float*>(e.scale) + channel;
   const float* bias = static_cast<const float*>(args.bias) + channel;
+  const auto each_block = [&](auto f) {
 #pragma unroll
-  for (int j = 0; j < C::BN / 8; ++j) {
-    const int col = 8 * j + 2 * quad;
-    const float2 add = args.bias != nullptr ? load_pair(bias, col, left, wide) : make_float2(0, 0);
-    const float2 by = e.scale != nullptr ? load_pair(scale, col, left, wide) : make_float2(1, 1);
+    for (int j = 0; j < kBlocks; ++j) f(j, 8 * j + 2 * quad);
+  };
+  const auto add = [&](int j, int half, float2 v) {
+    acc.r[4 * j + 2 * half] += v.x;
+    acc.r[4 * j + 2 * half + 1] += v.y;
+  };
+  const auto scale_and_add = [&](auto load) {
+    if (e.scale != nullptr) {  // then there is a bias, too
+      each_block([&](int j, int col) {
+        const float2 by = load(scale, col, left), plus = load(bias, col, left);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      acc.r[4 * j + 2 * half] = fmaf(acc.r[4 * j + 2 * half], by.x, add.x);
-      acc.r[4 * j + 2 * half + 1] = fmaf(acc.r[4 * j + 2 * half + 1], by.y, add.y);
+        for (int half = 0; half < 2; ++half) {
+          acc.r[4 * j + 2 * half] = fmaf(acc.r[4 * j + 2 * half], by.x, plus.x);
+          acc.r[4 * j + 2 * half + 1] = fmaf(acc.r[4 * j + 2 * half + 1], by.y, plus.y);
+        }
+      });
+    } else if (args.bias != nullptr) {
+      each_block([&](int j, int col) {
+        const float2 plus = load(bias, col, left);
+        add(j, 0, plus);
+        add(j, 1, plus);
+      });
     }
-  }
+  };
+  if (wide)
+    scale_and_add([](const float* row, int col, int n) { return load_whole_pair(row, col, n); });
+  else
+    scale_and_add([](const float* row, int col, int n) { return load_pair(row, col, n); });
   if (e.residual != nullptr) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t at = out_row[half] * e.ldr + channel;
-      const int cols = out_row[half] >= 0 ? left : 0;
-      const auto add = [&](int j, float2 v) {
-        acc.r[4 * j + 2 * half] += v.x;
-        acc.r[4 * j + 2 * half + 1] += v.y;
-      };
-      if (args.out_dtype == DType::f32) {
-        const float* row = static_cast<const float*>(e.residual) + at;
-#pragma unroll
-        for (int j = 0; j < C::BN / 8; ++j) add(j, load_pair(row, 8 * j + 2 * quad, cols, wide));
+      const int64_t at = max(out_row[half], 0) * e.ldr + channel;  // a row that is not stored may be any
+      const T* row = static_cast<const T*>(e.residual) + at;
+      const float* row32 = static_cast<const float*>(e.residual) + at;
+      if (args.out_dtype == DType::f32 && wide) {
+        each_block([&](int j, int col) { add(j, half, load_whole_pair(row32, col, left)); });
+      } else if (args.out_dtype == DType::f32) {
+        each_block([&](int j, int col) { add(j, half, load_pair(row32, col, left)); });
       } else if (wide) {
-        const T* row = static_cast<const T*>(e.residual) + at;
 #pragma unroll
-        for (int q = 0; q < C::BN / 32; ++q) {
-          const int col = (4 * q + quad) * 8;
-          const uint4 v = col < cols ? __ldg(reinterpret_cast<const uint4*>(row + col)) : make_uint4(0, 0, 0, 0);
+        for (int q = 0; q < kBlocks / 4; ++q) {
+          const uint4 v = __ldg(reinterpret_cast<const uint4*>(row + min((4 * q + quad) * 8, left - 8)));
           uint32_t p[4] = {v.x, v.y, v.z, v.w};
           quad_transpose(p, quad);  // now columns 2 quad and the next one of blocks 4 q ...
 #pragma unroll
-          for (int i = 0; i < 4; ++i) add(4 * q + i, unpack2<T>(p[i]));
+          for (int i = 0; i < 4; ++i) add(4 * q + i, half, unpack2<T>(p[i]));
         }
       } else {
-        const T* row = static_cast<const T*>(e.residual) + at;
-#pragma unroll
-        for (int j = 0; j < C::BN / 8; ++j) {
-          const int col = 8 * j + 2 * quad;
-          add(j, make_float2(col < cols ? convert<float>(row[col]) : 0.f,
-                             col + 1 < cols ? convert<float>(row[col + 1]) : 0.f));
-        }
+        each_block([&](int j, int col) { add(j, half, load_pair(row, col, left)); });
       }
     }
   }

@@ -369,7 +369,7 @@ class Repeat(NamedTuple):
             y = _launch(self.op, (feats, weight, bias, *self.operands))
         elif then is None:
             y = self.prepared(feats, weight, bias)
-        elif not observed() and then.fits(feats, weight, bias, self.record.out_dtype, out):
+        elif not observed() and then.fits(feats, weight, bias, self.record.out_dtype, out, self.record.parts):
             y, applied = then.run(self.prepared.fused, feats, weight, bias), then.names()
         else:
             y = self.prepared(feats, weight, bias)
@@ -497,14 +497,18 @@ def _convolve(
     shared = (mapping.tensors, opposite, mapping.out_coords.num, mapping.symmetric, False)
     operands = (*shared, ran, tile, dgrad_tile, wgrad_tile, written)
     applied: tuple[str, ...] = ()
+    parts = _parts(tile, weight, mapping, device)
     may = then is not None and not scaled and _may_fuse(x, weight, bias)
-    if may and then is not None and then.fits(x, weight, bias, written or compute_dtype, mapping.out_coords):
+    if (
+        may
+        and then is not None
+        and then.fits(x, weight, bias, written or compute_dtype, mapping.out_coords, parts)
+    ):
         applied = then.names()
         launch = functools.partial(torch.ops.voxmma.conv_fused, **then.operands())
         y = _launch(launch, (x, weight, bias, shared[0], *shared[2:], ran, tile, written))
     else:
         y = _launch(op, (x, weight, bias, *operands))
-    parts = _parts(tile, weight, mapping, feats.device)
     record = _record(config.layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
     notify(record)
     observe(x, weight, bias, mapping, y, record)

@@ -16,6 +16,9 @@ from voxmma.sparse.tensor import Voxels
 
 _HALVES = (torch.float16, torch.bfloat16)
 
+#: 16-bit channels up to which one launch was measured faster than several, where no CTAs share a tile.
+most_channels = 64
+
 
 class Norm(NamedTuple):
     """A batch norm by running statistics: (C,) each, weight and bias may be None."""
@@ -46,9 +49,21 @@ class Epilogue:
     residual_first: bool = False
     """Whether the sum is residual + y, whose coordinates and row order are the residual's."""
 
-    def fits(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, out: CoordSet) -> bool:
-        """Whether one launch does what the layers would: no gradient is asked for, dtypes are those that
-        torch's batch norm takes, the residual lies on the very coordinates of the result."""
+    def fits(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        out: CoordSet,
+        parts: int,
+    ) -> bool:
+        """Whether one launch does what the layers would, and no slower: no gradient is asked for, dtypes are
+        those that torch's batch norm takes, the residual lies on the very coordinates of the result. `parts`
+        of the record."""
+        channels = weight.shape[-1] * (weight.shape[1] if weight.dim() == 4 else 1)
+        if channels > most_channels and x.is_cuda and x.dtype in _HALVES and parts == 1:
+            return False
         operands = [x, weight, bias]
         if self.norm is not None:
             taken = (dtype, torch.float32) if dtype in _HALVES else (dtype,)
@@ -57,7 +72,6 @@ class Epilogue:
             operands += self.norm[:4]
         if self.residual is not None:
             rows = self.residual._feats
-            channels = weight.shape[-1] * (weight.shape[1] if weight.dim() == 4 else 1)
             if self.residual._coord_set is not out or rows.dtype != dtype or rows.shape[1] != channels:
                 return False
             operands.append(rows)

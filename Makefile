@@ -1,6 +1,7 @@
 # Everything sets itself up: `make demo` and `make test` need git, make, python >= 3.10 and, for GPU code, nvcc.
 #
 #   make demo     the main job on a shipped scan            make test     the test suite (ARGS="-k maps" adds to pytest)
+#                                                         make quick    its fast part, on two cores
 #   make lint     ruff, mypy, layers                              make format   ruff and clang-format, in place
 #   make build    the extension, in place                   make bench    benchmarks of this machine's GPU
 #   make docs     README tables from benchmarks/results     make site     web pages of docs/ and the API's reference, into build/site
@@ -20,7 +21,7 @@ DEPS := $(VENV)/.voxmma-deps
 BUILT := $(VENV)/.voxmma-built
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: demo test lint format build bench docs site clean
+.PHONY: demo test quick lint format build bench docs site clean
 
 demo: $(BUILT)
 	@$(PY) -c "import importlib.metadata as m; print('torch', m.version('torch'), 'of', m.distribution('torch').locate_file(''))"
@@ -28,6 +29,9 @@ demo: $(BUILT)
 
 test: $(BUILT)
 	$(PY) -m pytest $(ARGS)
+
+quick: $(BUILT)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 --dist worksteal $(ARGS)
 
 lint: $(BUILT)
 	$(PY) -m ruff check .

@@ -296,23 +296,29 @@ def _networks_caption(result: Result) -> str:
 
 
 def networks_table(results: list[Result]) -> str:
-    """Whole networks, without single layers: ours, and in brackets our part of spconv's in the same run."""
+    """Whole networks, without single layers: ours, as an engine, too, and in brackets our part of spconv's in
+    the same run."""
     blocks = []
     for result in gpus_first(results, "networks"):
         rows = [row for row in result["networks"]["rows"] if row["network"] in _NETWORKS]
         theirs = {_network(row): row for row in rows if row["lib"] == "spconv"}
+        engines = {_network(row): row for row in rows if row["lib"] == "voxmma-engine"}
         cells = []
         for row in (row for row in rows if row["lib"] == "voxmma" and "infer_ms" in row):
             peer, line = theirs.get(_network(row), {}), [_network(row), f"{row['voxels']:,}"]
-            for what, pattern in (
-                ("infer_ms", ".2f"), ("gpu_ms", ".2f"), ("infer_mib", ".0f"),
-                ("train_ms", ".1f"), ("train_gpu_ms", ".2f"), ("train_mib", ".0f"),
-            ):  # fmt: skip
-                ours, other = row.get(what), peer.get(what)
+            inference = [("infer_ms", ".2f"), ("gpu_ms", ".2f"), ("infer_mib", ".0f")]
+            training = [("train_ms", ".1f"), ("train_gpu_ms", ".2f"), ("train_mib", ".0f")]
+            engine = engines.get(_network(row), {})
+            figures = [(engine, *figure) for figure in inference] if engines else []
+            figures += [(row, *figure) for figure in (*inference, *training)]
+            for source, what, pattern in figures:
+                ours, other = source.get(what), peer.get(what)
                 ratio = f" ({ours / other:.2f})" if ours is not None and other else ""
                 line.append(number(ours, pattern) + ratio)
             cells.append([*line, number(row["rel_l2"], ".1e"), number(peer.get("rel_l2"), ".1e")])
-        header = ["network, scene", "voxels", "infer ms", "GPU ms", "MiB", "train ms", "GPU ms", "MiB"]
+        header = ["network, scene", "voxels"]
+        for name in (*(["engine"] if engines else []), "infer", "train"):
+            header += [f"{name} ms", "GPU ms", "MiB"]
         versions = sorted({row["version"] for row in theirs.values()})
         caption = _networks_caption(result)
         if theirs:

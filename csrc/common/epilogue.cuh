@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_elements(T* p, const A (&v)[N], int valid,
 
 // As torch's functions: NaN stays NaN.
 template <int N, class A>
-__device__ __forceinline__ void activate(A (&v)[N], Activation function, float slope) {
+__device__ __forceinline__ void activate(A (&v)[N], Activation function, double slope) {
   const auto each = [&](auto f) {
 #pragma unroll
     for (int i = 0; i < N; ++i) v[i] = f(v[i]);
@@ -78,6 +78,32 @@ __device__ __forceinline__ void activate(A (&v)[N], Activation function, float s
       });
       break;
     case Activation::gelu: each([](A x) { return x * A(0.5) * (1 + erf(x * A(0.70710678118654752440))); }); break;
+  }
+}
+
+// d[i] *= the derivative at v[i].
+template <int N, class A>
+__device__ __forceinline__ void activate_gradient(A (&d)[N], const A (&v)[N], Activation function, double slope) {
+  const auto each = [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) d[i] = f(d[i], v[i]);
+  };
+  switch (function) {
+    case Activation::none: break;
+    case Activation::relu: each([](A g, A x) { return x <= 0 ? A(0) : g; }); break;
+    case Activation::leaky_relu: each([&](A g, A x) { return x > 0 ? g : g * static_cast<A>(slope); }); break;
+    case Activation::silu:
+      each([](A g, A x) {
+        const A s = 1 / (1 + exp(-x));
+        return g * (s * (1 + x * (1 - s)));
+      });
+      break;
+    case Activation::gelu:
+      each([](A g, A x) {
+        const A cdf = A(0.5) * (1 + erf(x * A(0.70710678118654752440)));
+        return g * (cdf + x * A(0.39894228040143267794) * exp(A(-0.5) * x * x));
+      });
+      break;
   }
 }
 

@@ -59,6 +59,27 @@ __device__ __forceinline__ To convert(From v) {
   }
 }
 
+// One number of an array whose type is known at run time.
+template <class To>
+__device__ __forceinline__ To load_as(const void* values, DType dtype, int64_t i) {
+  switch (dtype) {
+    case DType::f16: return convert<To>(static_cast<const __half*>(values)[i]);
+    case DType::bf16: return convert<To>(static_cast<const __nv_bfloat16*>(values)[i]);
+    case DType::f32: return convert<To>(static_cast<const float*>(values)[i]);
+    default: return convert<To>(static_cast<const double*>(values)[i]);
+  }
+}
+
+template <class From>
+__device__ __forceinline__ void store_as(void* values, DType dtype, int64_t i, From v) {
+  switch (dtype) {
+    case DType::f16: static_cast<__half*>(values)[i] = convert<__half>(v); break;
+    case DType::bf16: static_cast<__nv_bfloat16*>(values)[i] = convert<__nv_bfloat16>(v); break;
+    case DType::f32: static_cast<float*>(values)[i] = convert<float>(v); break;
+    default: static_cast<double*>(values)[i] = convert<double>(v); break;
+  }
+}
+
 // Two floats as one 32-bit register of a 16-bit type, x in the low half.
 template <class T>
 __device__ __forceinline__ uint32_t pack2(float x, float y) {
@@ -73,6 +94,13 @@ __device__ __forceinline__ uint32_t pack2(float x, float y) {
 
 __device__ __forceinline__ float2 unpack_half2(uint32_t v) {
   return __half22float2(reinterpret_cast<const __half2&>(v));
+}
+template <class T>
+__device__ __forceinline__ float2 unpack2(uint32_t v) {
+  if constexpr (std::is_same_v<T, __half>)
+    return unpack_half2(v);
+  else
+    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(v));
 }
 
 }  // namespace voxmma

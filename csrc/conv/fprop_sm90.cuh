@@ -89,6 +89,70 @@ __device__ void store_shared_item(const ConvArgs& args, bool wide, uint32_t sums
   }
 }
 
+// Two columns of a row of numbers that has `left` of them, zeros behind it. wide: pairs are aligned and whole.
+__device__ __forceinline__ float2 load_pair(const float* row, int col, int left, bool wide) {
+  if (wide) return col < left ? __ldg(reinterpret_cast<const float2*>(row + col)) : make_float2(0, 0);
+  return make_float2(col < left ? __ldg(row + col) : 0.f, col + 1 < left ? __ldg(row + col + 1) : 0.f);
+}
+
+// Bias and epilogue of the block of a warpgroup, in its registers: they leave no room for the other way, finish_as.
+//   channel, left  first one over all groups, and how many exist from there
+template <class C>
+__device__ __forceinline__ void finish_block(const ConvArgs& args, Accumulator<float, C::BN>& acc,
+                                             const int (&out_row)[2], int64_t channel, int left, bool wide, int quad) {
+  using T = cuda_type<typename C::T>;
+  const Epilogue& e = args.epilogue;
+  const float* scale = static_cast<const float*>(e.scale) + channel;
+  const float* bias = static_cast<const float*>(args.bias) + channel;
+#pragma unroll
+  for (int j = 0; j < C::BN / 8; ++j) {
+    const int col = 8 * j + 2 * quad;
+    const float2 add = args.bias != nullptr ? load_pair(bias, col, left, wide) : make_float2(0, 0);
+    const float2 by = e.scale != nullptr ? load_pair(scale, col, left, wide) : make_float2(1, 1);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      acc.r[4 * j + 2 * half] = fmaf(acc.r[4 * j + 2 * half], by.x, add.x);
+      acc.r[4 * j + 2 * half + 1] = fmaf(acc.r[4 * j + 2 * half + 1], by.y, add.y);
+    }
+  }
+  if (e.residual != nullptr) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t at = out_row[half] * e.ldr + channel;
+      const int cols = out_row[half] >= 0 ? left : 0;
+      const auto add = [&](int j, float2 v) {
+        acc.r[4 * j + 2 * half] += v.x;
+        acc.r[4 * j + 2 * half + 1] += v.y;
+      };
+      if (args.out_dtype == DType::f32) {
+        const float* row = static_cast<const float*>(e.residual) + at;
+#pragma unroll
+        for (int j = 0; j < C::BN / 8; ++j) add(j, load_pair(row, 8 * j + 2 * quad, cols, wide));
+      } else if (wide) {
+        const T* row = static_cast<const T*>(e.residual) + at;
+#pragma unroll
+        for (int q = 0; q < C::BN / 32; ++q) {
+          const int col = (4 * q + quad) * 8;
+          const uint4 v = col < cols ? __ldg(reinterpret_cast<const uint4*>(row + col)) : make_uint4(0, 0, 0, 0);
+          uint32_t p[4] = {v.x, v.y, v.z, v.w};
+          quad_transpose(p, quad);  // now columns 2 quad and the next one of blocks 4 q ...
+#pragma unroll
+          for (int i = 0; i < 4; ++i) add(4 * q + i, unpack2<T>(p[i]));
+        }
+      } else {
+        const T* row = static_cast<const T*>(e.residual) + at;
+#pragma unroll
+        for (int j = 0; j < C::BN / 8; ++j) {
+          const int col = 8 * j + 2 * quad;
+          add(j, make_float2(col < cols ? convert<float>(row[col]) : 0.f,
+                             col + 1 < cols ? convert<float>(row[col + 1]) : 0.f));
+        }
+      }
+    }
+  }
+  activate(acc.r, e.activation, e.slope);
+}
+
 // Shared: a cluster of shared_by.count() CTAs to an item, and no CTA takes a second one.
 // Fused: with an epilogue, for which a launch that is not shared has a kernel of its own: in one kernel they cost the plain
 // mainloop registers. wide: outputs_aligned16.
@@ -390,66 +454,71 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           ""
           : "+r"(quad));  // keeps ptxas from computing the addresses ahead of the mainloop, in registers it needs
       const int left = args.c_out - col0;  // columns of this block that exist
-      if constexpr (Fused) {
-        constexpr int kPer = BN / 32;
-        finish_rows<cuda_type<T>, 2 * kPer>(
-            args, wide, [&](int i, int j) { return acc.pair(i % kPer * 4 + j, i / kPer); },
-            [&](int i) {
-              const int col = i % kPer * 32;
-              return RowPart{out_row[i >= kPer], int64_t(g) * args.c_out + col0 + col, left - col};
-            });
-        continue;
-      }
       const float* bias = args.bias ? static_cast<const float*>(args.bias) + g * args.c_out + col0 : nullptr;
+      const auto store = [&](const auto& acc) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const bool row_ok = out_row[half] >= 0;
-        const int64_t base = int64_t(row_ok ? out_row[half] : 0) * args.ldo + g * args.c_out + col0;
-        auto value = [&](int j) {
-          float2 v = acc.pair(j, half);
-          const int col = 8 * j + 2 * quad;
-          if (bias != nullptr) {
-            v.x += col < left ? __ldg(bias + col) : 0.f;
-            v.y += col + 1 < left ? __ldg(bias + col + 1) : 0.f;
-          }
-          return v;
-        };
-        if (args.out_dtype == DType::f32) {
-          float* out = static_cast<float*>(args.out) + base;
-#pragma unroll
-          for (int j = 0; j < BN / 8; ++j) {
-            const float2 v = value(j);
+        for (int half = 0; half < 2; ++half) {
+          const bool row_ok = out_row[half] >= 0;
+          const int64_t base = int64_t(row_ok ? out_row[half] : 0) * args.ldo + g * args.c_out + col0;
+          auto value = [&](int j) {
+            float2 v = acc.pair(j, half);
             const int col = 8 * j + 2 * quad;
-            if (row_ok && wide && col < left) {
-              *reinterpret_cast<float2*>(out + col) = v;
-            } else if (row_ok) {
-              if (col < left) out[col] = v.x;
-              if (col + 1 < left) out[col + 1] = v.y;
+            if (bias != nullptr) {
+              v.x += col < left ? __ldg(bias + col) : 0.f;
+              v.y += col + 1 < left ? __ldg(bias + col + 1) : 0.f;
             }
-          }
-        } else {
-          T* out = static_cast<T*>(args.out) + base;
+            return v;
+          };
+          if (args.out_dtype == DType::f32) {
+            float* out = static_cast<float*>(args.out) + base;
 #pragma unroll
-          for (int q = 0; q < BN / 32; ++q) {
-            uint32_t p[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const float2 v = value(4 * q + i);
-              p[i] = pack2<cuda_type<T>>(v.x, v.y);
+            for (int j = 0; j < BN / 8; ++j) {
+              const float2 v = value(j);
+              const int col = 8 * j + 2 * quad;
+              if (row_ok && wide && col < left) {
+                *reinterpret_cast<float2*>(out + col) = v;
+              } else if (row_ok) {
+                if (col < left) out[col] = v.x;
+                if (col + 1 < left) out[col + 1] = v.y;
+              }
             }
-            quad_transpose(p, quad);  // now 8 columns of one row: block 4 q + quad
-            const int col = (4 * q + quad) * 8;
-            if (row_ok && wide && col < left) {
-              *reinterpret_cast<uint4*>(out + col) = make_uint4(p[0], p[1], p[2], p[3]);
-            } else if (row_ok) {
-              const T* v = reinterpret_cast<const T*>(p);
+          } else {
+            T* out = static_cast<T*>(args.out) + base;
 #pragma unroll
-              for (int e = 0; e < 8; ++e) {
-                if (col + e < left) out[col + e] = v[e];
+            for (int q = 0; q < BN / 32; ++q) {
+              uint32_t p[4];
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const float2 v = value(4 * q + i);
+                p[i] = pack2<cuda_type<T>>(v.x, v.y);
+              }
+              quad_transpose(p, quad);  // now 8 columns of one row: block 4 q + quad
+              const int col = (4 * q + quad) * 8;
+              if (row_ok && wide && col < left) {
+                *reinterpret_cast<uint4*>(out + col) = make_uint4(p[0], p[1], p[2], p[3]);
+              } else if (row_ok) {
+                const T* v = reinterpret_cast<const T*>(p);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                  if (col + e < left) out[col + e] = v[e];
+                }
               }
             }
           }
         }
+      };
+      if constexpr (Fused) {
+        Accumulator<float, BN> sums;
+#pragma unroll
+        for (int i = 0; i < BN / 2; ++i) {
+          const float2 v = acc.pair(i / 4, i / 2 % 2);
+          sums.r[i] = i % 2 ? v.y : v.x;
+        }
+        finish_block<C>(args, sums, out_row, int64_t(g) * args.c_out + col0, left, wide, quad);
+        bias = nullptr;
+        store(sums);
+      } else {
+        store(acc);
       }
     }
 
@@ -458,8 +527,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       for (uint32_t round = 0, item; (item = dealt(round, worker(), workers())) < items; ++round) {
         const int within = int(item % per_tile);
         const int block = C::kSwap && round % 2 != 0 ? C::kConsumers - 1 - group_id : group_id;
-        add_nonfinite<dtype_of<T>>(args, load_scheduled(plan.schedule, item / per_tile), block * 64 + (warp % 4) * 16,
-                                   within / blocks_n, within % blocks_n * BN, BN);
+        add_nonfinite<dtype_of<T>, false, Fused>(args, load_scheduled(plan.schedule, item / per_tile),
+                                                 block * 64 + (warp % 4) * 16, within / blocks_n,
+                                                 within % blocks_n * BN, BN);
       }
     }
   }

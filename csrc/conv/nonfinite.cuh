@@ -58,16 +58,6 @@ __device__ __forceinline__ int64_t weight_at(int kernel_volume, int groups, int 
          (transpose ? static_cast<int64_t>(co) * c_in + ci : static_cast<int64_t>(ci) * c_out + co);
 }
 
-template <class To>
-__device__ __forceinline__ To load_as(const void* values, DType dtype, int64_t i) {
-  switch (dtype) {
-    case DType::f16: return convert<To>(static_cast<const __half*>(values)[i]);
-    case DType::bf16: return convert<To>(static_cast<const __nv_bfloat16*>(values)[i]);
-    case DType::f32: return convert<To>(static_cast<const float*>(values)[i]);
-    default: return convert<To>(static_cast<const double*>(values)[i]);
-  }
-}
-
 // This lane's share of the flags: loaded ahead, to be voted on later.
 __device__ __forceinline__ uint32_t load_flags(const RawWeights& raw) {
   uint32_t any = 0;
@@ -173,12 +163,12 @@ __device__ __forceinline__ void redo_nonfinite(const ConvArgs& args, const Sched
 
 // Adds x * w of every weight w that is not finite to the fragment of tile rows row0 ..., columns col0 ... (`cols` of
 // them) of a group. By the warp that stored them, all 32 lanes. Slow, and never needed by healthy networks.
-// Split: 3xTF32, where finite weights beyond tf32 keep their values.
-template <DType In, bool Split = false>
+// Split: 3xTF32, where finite weights beyond tf32 keep their values. Fused: whether the kernel has epilogues.
+template <DType In, bool Split = false, bool Fused = true>
 __device__ __forceinline__ void add_nonfinite(const ConvArgs& args, const ScheduledTile& at, int row0, int group,
                                               int col0, int cols) {
   __syncwarp();  // what is added to was stored by other lanes
-  if (has_epilogue(args))
+  if (Fused && has_epilogue(args))
     redo_nonfinite<In, Split>(args, at, row0, group, col0, cols);
   else if (args.out_dtype == DType::f32)
     add_nonfinite_to<In, Split>(static_cast<float*>(args.out), args, at, row0, group, col0, cols);

@@ -154,16 +154,17 @@ __device__ __forceinline__ void reach(const int* from, const Rule& rule, int* to
   }
 }
 
-// Key of a site; false for one that is not packable or not in the box.
+// Key of a site; false for one that is not packable, or where that is asked, not in the box. What eager layers know of
+// the box may be wrong for samples: coordinates that a tree_map has moved.
 template <class Key>
-__device__ __forceinline__ bool site_key(const CoordBox& box, int4 c, Key& key) {
+__device__ __forceinline__ bool site_key(const CoordBox& box, int4 c, bool in_box, Key& key) {
   const int v[4] = {c.x, c.y, c.z, c.w};
   bool inside = coord_in_range(c.y) && coord_in_range(c.z) && coord_in_range(c.w);
   key = 0;
 #pragma unroll
   for (int a = 0; a < 4; ++a) {
     const uint32_t distance = uint32_t(v[a]) - uint32_t(box.low[a]);
-    inside = inside && distance >> box.bits[a] == 0;
+    inside = inside && (!in_box || distance >> box.bits[a] == 0);
     key = key << box.bits[a] | Key(distance);
   }
   return inside;
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(kThreads)
     bool full = sized && *static_cast<volatile int64_t*>(&stats->count) > room;
     if (i < candidates && !full) {
       int4 c;
-      const bool exists = candidate(coords, rule, i, c), inside = site_key(rule.box, c, key);
+      const bool exists = candidate(coords, rule, i, c), inside = site_key(rule.box, c, sized, key);
       outside = outside || (exists && !inside);
       if (exists && inside) fresh = insert(table, capacity, key, sized ? &full : nullptr);
     }
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kThreads)
     int4 c;
     if (!candidate(coords, rule, static_cast<uint32_t>(i), c)) continue;
     uint32_t key;
-    const bool inside = site_key(box, c, key);
+    const bool inside = site_key(box, c, true, key);
     outside = outside || !inside;
     if (!inside) continue;
     uint32_t* word = cells.rows + key / 32;

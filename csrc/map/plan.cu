@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <utility>
+#include <vector>
 
 #include "bricks.cuh"
 
@@ -46,16 +47,28 @@ static_assert(kSetSlots == 1 << (32 - kSetShift) && kSetSlots > kSetLimit + kTil
 static_assert(2 * kTileM <= kUniqueMax && kFragRows == 16, "pass and fragment bookkeeping rely on these");
 static_assert(kPassOffsets * kWarps == kThreads, "one thread per (offset of a pass, warp)");
 
-// What the host works out for all tiles.
-struct Params {
+// What the host works out for all tiles of a plan of up to kSize offsets along an axis.
+template <int kSize>
+struct ParamsOf {
   PlanArgs args;
   int volume;
-  bool pair_z;                  // neighbours along z are adjacent voxels: two of a brick at a time
-  int quotient[3][kMaxKernel];  // of start + i * step by div, rounded down, and what is left
-  int rest[3][kMaxKernel];
-  int shift[3][kMaxKernel];      // of the colours' lattice (see colour_of), by offset
-  uint8_t sort_bit[kMaxVolume];  // bit of the rows' sort key that says whether a row has this neighbour
+  bool divide;             // by more than 1
+  bool pair_z;             // neighbours along z are adjacent voxels: two of a brick at a time
+  int quotient[3][kSize];  // of start + i * step by div, rounded down, and what is left
+  int rest[3][kSize];
+  int shift[3][kSize];                      // of the colours' lattice (see colour_of), by offset
+  uint8_t sort_bit[kSize * kSize * kSize];  // bit of the rows' sort key that says whether a row has this neighbour
 };
+using Params = ParamsOf<kMaxKernel>;
+
+// Several plans in one launch: plan i has the blocks from end[i - 1] to end[i].
+constexpr int kBatchKernel = 5;  // most offsets along an axis
+struct Batch {
+  static constexpr int kMost = 7;  // 4 KiB of arguments
+  unsigned end[kMost];
+  ParamsOf<kBatchKernel> plan[kMost];
+};
+static_assert(sizeof(Batch) <= 4096);
 
 // Dynamic shared memory of a block for kernel volume K.
 struct Shared {
@@ -127,8 +140,8 @@ struct Query {
   }
 
   // Biased coordinate of the i-th offset of an axis; negative where the division leaves a remainder.
-  template <bool kDivide>
-  __device__ __forceinline__ int operator()(const Params& p, int axis, int i) const {
+  template <bool kDivide, class P>
+  __device__ __forceinline__ int operator()(const P& p, int axis, int i) const {
     if constexpr (!kDivide) return at[axis] + i * p.args.step[axis];
     const int left = rest[axis] + p.rest[axis][i];
     const int quotient = at[axis] + p.quotient[axis][i] + (left == 0 ? 0 : 1);
@@ -139,8 +152,8 @@ struct Query {
 // Calls emit(k, input rank) for every neighbour under the offsets k_begin..k_end-1, in no particular order. Whole warps
 // call it together. Where lanes part, a __syncwarp brings them together again: without them the lanes went on alone
 // from the first hash chain to the end, 5 of 32 at a time.
-template <bool kDivide, class Emit>
-__device__ __forceinline__ void for_neighbours(const Params& p, int k_begin, int k_end, const Query& query,
+template <bool kDivide, class P, class Emit>
+__device__ __forceinline__ void for_neighbours(const P& p, int k_begin, int k_end, const Query& query,
                                                const Emit& emit) {
   constexpr uint32_t kBricks = 1u << kBrickBits;  // along an axis
   const auto* table = reinterpret_cast<const uint4*>(p.args.bricks);
@@ -492,7 +505,7 @@ __device__ __forceinline__ int tiles_in_use(const Rows& rows) {
 
 // Place of a tile in the Morton order of the schedule, which follows the balanced one.
 __device__ __forceinline__ ScheduledTile& in_order(const PlanArgs& args, int tile) {
-  const int tiles = args.compact ? tiles_in_use({args.n_out, args.out_count}) : static_cast<int>(gridDim.x);
+  const int tiles = tiles_in_use({args.n_out, args.compact ? args.out_count : nullptr});
   return args.schedule[tiles + tile];
 }
 
@@ -528,20 +541,20 @@ struct BlockShared {
 };
 
 // A block's work on the plan of one tile: its steps in the order in which plan_tiles takes them, each by all threads.
-template <bool kDivide>
+template <bool kDivide, class P>
 struct Tile {
-  const Params& p;
+  const P& p;
   const Shared& s;
   BlockShared& b;
-  int volume, t = threadIdx.x, lane = t % 32, warp = t / 32, tile = blockIdx.x;
+  int tile, volume, t = threadIdx.x, lane = t % 32, warp = t / 32;
   int row;            // the caller's output row, of tile row t
   int source;         // column of `neighbour` that belongs to tile row t
   int colouring = 0;  // that of the tile
   int passes = 0;     // so far
   int pairs = 0;      // of tile row t
 
-  __device__ __forceinline__ Tile(const Params& p_, const Shared& s_, BlockShared& b_)
-      : p(p_), s(s_), b(b_), volume(p_.volume) {}
+  __device__ __forceinline__ Tile(const P& p_, const Shared& s_, BlockShared& b_, int tile_)
+      : p(p_), s(s_), b(b_), tile(tile_), volume(p_.volume) {}
 
   __device__ __forceinline__ bool one_sweep() const { return volume <= kPassOffsets; }
 
@@ -815,11 +828,11 @@ struct Tile {
   }
 };
 
-template <bool kDivide>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __grid_constant__ Params p) {
+template <bool kDivide, class P>
+__device__ __forceinline__ void plan_tile(const P& p, int tile) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ BlockShared block;
-  const int tile = static_cast<int>(blockIdx.x), volume = p.volume;
+  const int volume = p.volume;
   if (p.args.out_count != nullptr && tile == 0) share_passes(p.args, volume);
   const int64_t rows = Rows{p.args.n_out, p.args.out_count}.number() - int64_t{tile} * kTileM;
   if (rows <= 0) {
@@ -830,7 +843,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
   __syncthreads();
 
   const Shared s(shared_bytes, volume);
-  Tile<kDivide> work(p, s, block);
+  Tile<kDivide, P> work(p, s, block, tile);
   work.order_rows(work.find_neighbours());
   int known = work.known_at_first();
   for (int k_begin = 0; k_begin < volume;) {
@@ -842,24 +855,47 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __gri
   work.hand_over();
 }
 
+template <bool kDivide>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_tiles(const __grid_constant__ Params p) {
+  plan_tile<kDivide>(p, static_cast<int>(blockIdx.x));
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) plan_batch(const __grid_constant__ Batch batch) {
+  int i = 0;
+  while (blockIdx.x >= batch.end[i]) ++i;
+  const int tile = static_cast<int>(blockIdx.x - (i > 0 ? batch.end[i - 1] : 0));
+  if (batch.plan[i].divide) {
+    plan_tile<true>(batch.plan[i], tile);
+  } else {
+    plan_tile<false>(batch.plan[i], tile);
+  }
+}
+
 // Tiles of a window of the balanced schedule: two rounds of a persistent kernel. A map of up to four is one window.
 __host__ __device__ __forceinline__ int window_of(int tiles, int sm_count) {
   return tiles <= 4 * sm_count ? tiles : 2 * sm_count;
 }
 
+// One plan's part of ranking.
+struct Ranking {
+  ScheduledTile* schedule;
+  int tiles;  // 0: those in use
+  int blocks, sm_count;
+  Rows rows;
+};
+
 // Puts each tile where it belongs in its window: behind those that cost more, and those before it that cost as much. A
-// block places 32 tiles of a window, its warps share out the tiles to compare with. `tiles` 0: those in use.
-__global__ void __launch_bounds__(kThreads)
-    rank_tiles(ScheduledTile* schedule, int tiles, const Rows rows, int sm_count) {
+// block places 32 tiles of a window, its warps share out the tiles to compare with.
+__device__ __forceinline__ void rank_block(const Ranking& r, int block) {
   __shared__ int rank[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int used = tiles_in_use(rows), count = tiles == 0 ? used : tiles, window = window_of(used, sm_count);
+  const int used = tiles_in_use(r.rows), count = r.tiles == 0 ? used : r.tiles, window = window_of(used, r.sm_count);
+  ScheduledTile* schedule = r.schedule;
   const ScheduledTile* ordered = schedule + count;
   // Empty tiles stay where they are.
-  for (int i = used + blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads)
-    schedule[i] = ordered[i];
-  const int blocks = (window + 31) / 32, begin = static_cast<int>(blockIdx.x) / max(blocks, 1) * window;
-  const int end = min(begin + window, used), tile = begin + static_cast<int>(blockIdx.x) % max(blocks, 1) * 32 + lane;
+  for (int i = used + block * kThreads + threadIdx.x; i < count; i += r.blocks * kThreads) schedule[i] = ordered[i];
+  const int blocks = max((window + 31) / 32, 1), begin = block / blocks * window;
+  const int end = min(begin + window, used), tile = begin + block % blocks * 32 + lane;
   if (begin >= end) return;
   if (warp == 0) rank[lane] = begin;
   __syncthreads();
@@ -870,6 +906,29 @@ __global__ void __launch_bounds__(kThreads)
   atomicAdd(&rank[lane], ahead);
   __syncthreads();
   if (warp == 0 && tile < end) schedule[rank[lane]] = mine;
+}
+
+__global__ void __launch_bounds__(kThreads) rank_tiles(const __grid_constant__ Ranking ranking) {
+  rank_block(ranking, static_cast<int>(blockIdx.x));
+}
+
+struct RankBatch {
+  unsigned end[Batch::kMost];
+  Ranking plan[Batch::kMost];
+};
+
+__global__ void __launch_bounds__(kThreads) rank_batch(const __grid_constant__ RankBatch batch) {
+  int i = 0;
+  while (blockIdx.x >= batch.end[i]) ++i;
+  rank_block(batch.plan[i], static_cast<int>(blockIdx.x - (i > 0 ? batch.end[i - 1] : 0)));
+}
+
+struct StatsBatch {
+  PlanStats* stats[Batch::kMost];
+};
+
+__global__ void clear_stats(const StatsBatch batch, int count) {
+  if (threadIdx.x < count) *batch.stats[threadIdx.x] = PlanStats{};
 }
 
 __global__ void __launch_bounds__(kThreads) write_table(const PlanView plan, int* table) {
@@ -906,10 +965,12 @@ int64_t whole(const PlanArgs& args, const int* div) {
 
 int volume_of(const PlanArgs& args) { return args.size[0] * args.size[1] * args.size[2]; }
 
-Params make_params(const PlanArgs& args) {
-  Params p;
+template <int kSize>
+ParamsOf<kSize> make_params(const PlanArgs& args) {
+  ParamsOf<kSize> p;
   p.args = args;
   p.volume = volume_of(args);
+  p.divide = args.div[0] != 1 || args.div[1] != 1 || args.div[2] != 1;
   p.pair_z = args.step[2] == 1 && args.div[2] == 1;
   for (int a = 0; a < 3; ++a) {
     for (int i = 0; i < args.size[a]; ++i) {
@@ -950,41 +1011,106 @@ void plan_bounds(const PlanArgs& args, int64_t* passes, int64_t* uniq4) {
   *uniq4 = std::min(*passes * (kUniqueMax / 4), (pairs + 3 * *passes) / 4);
 }
 
-cudaError_t build_plan(const PlanArgs& args, cudaStream_t stream) {
+namespace {
+
+bool valid(const PlanArgs& args) {
   if (args.n_out < 0 || args.n_out > INT_MAX - kTileM || args.capacity < 1 || args.capacity > UINT_MAX ||
       args.pass_capacity > INT_MAX - kMaxVolume || args.uniq4_capacity > INT_MAX || args.sm_count < 1) {
-    return cudaErrorInvalidValue;
+    return false;
   }
   for (int a = 0; a < 3; ++a) {
     if (args.size[a] < 1 || args.size[a] > kMaxKernel || args.step[a] == 0 || args.mul[a] < 1 ||
         args.mul[a] > kMaxStride || args.div[a] < 1 || args.div[a] > kMaxStride) {
-      return cudaErrorInvalidValue;
+      return false;
     }
   }
-  cudaError_t error = cudaMemsetAsync(args.stats, 0, sizeof(PlanStats), stream);
-  const int64_t tiles = (args.n_out + kTileM - 1) / kTileM;
-  if (error != cudaSuccess || tiles == 0) return error;
-  const Params params = make_params(args);
-  const size_t bytes = Shared(nullptr, params.volume).bytes;
-  const bool divide = args.div[0] != 1 || args.div[1] != 1 || args.div[2] != 1;
-  const auto kernel = divide ? plan_tiles<true> : plan_tiles<false>;
+  return true;
+}
+
+int64_t tiles_of(const PlanArgs& args) { return (args.n_out + kTileM - 1) / kTileM; }
+
+template <class Kernel>
+cudaError_t allow_bytes(Kernel kernel, size_t bytes) {
   constexpr size_t kWithoutAsking = 47 * 1024;  // of 48 KiB, which static shared memory counts in
-  if (bytes > kWithoutAsking) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-    if (error != cudaSuccess) return error;
-  }
-  kernel<<<static_cast<unsigned>(tiles), kThreads, bytes, stream>>>(params);
-  if ((error = cudaGetLastError()) != cudaSuccess) return error;
+  if (bytes <= kWithoutAsking) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
+
+Ranking ranking_of(const PlanArgs& args) {
   const auto blocks_of = [&](int64_t used) {
     const int window = window_of(static_cast<int>(used), args.sm_count);
-    return (used + window - 1) / window * ((window + 31) / 32);
+    return static_cast<int>((used + window - 1) / window * ((window + 31) / 32));
   };
-  int64_t blocks = blocks_of(tiles);
+  const int64_t tiles = tiles_of(args);
+  int blocks = blocks_of(tiles);
   if (args.out_count != nullptr) blocks = std::max(blocks, blocks_of(std::min<int64_t>(tiles, 4 * args.sm_count)));
-  const Rows rows{args.n_out, args.out_count};
-  rank_tiles<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-      args.schedule, args.compact ? 0 : static_cast<int>(tiles), rows, args.sm_count);
+  return {args.schedule, args.compact ? 0 : static_cast<int>(tiles), blocks, args.sm_count,
+          Rows{args.n_out, args.out_count}};
+}
+
+// Up to Batch::kMost plans that have tiles.
+cudaError_t build_batch(const PlanArgs* const* args, int count, cudaStream_t stream) {
+  Batch batch{};
+  RankBatch ranks{};
+  size_t bytes = 0;
+  unsigned blocks = 0, rank_blocks = 0;
+  for (int i = 0; i < count; ++i) {
+    batch.plan[i] = make_params<kBatchKernel>(*args[i]);
+    batch.end[i] = blocks += static_cast<unsigned>(tiles_of(*args[i]));
+    ranks.plan[i] = ranking_of(*args[i]);
+    ranks.end[i] = rank_blocks += ranks.plan[i].blocks;
+    bytes = std::max(bytes, Shared(nullptr, batch.plan[i].volume).bytes);
+  }
+  cudaError_t error = allow_bytes(plan_batch, bytes);
+  if (error != cudaSuccess) return error;
+  plan_batch<<<blocks, kThreads, bytes, stream>>>(batch);
+  if ((error = cudaGetLastError()) != cudaSuccess) return error;
+  rank_batch<<<rank_blocks, kThreads, 0, stream>>>(ranks);
   return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t build_plan(const PlanArgs& args, cudaStream_t stream) {
+  if (!valid(args)) return cudaErrorInvalidValue;
+  cudaError_t error = cudaMemsetAsync(args.stats, 0, sizeof(PlanStats), stream);
+  const int64_t tiles = tiles_of(args);
+  if (error != cudaSuccess || tiles == 0) return error;
+  const Params params = make_params<kMaxKernel>(args);
+  const size_t bytes = Shared(nullptr, params.volume).bytes;
+  const auto kernel = params.divide ? plan_tiles<true> : plan_tiles<false>;
+  if ((error = allow_bytes(kernel, bytes)) != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(tiles), kThreads, bytes, stream>>>(params);
+  if ((error = cudaGetLastError()) != cudaSuccess) return error;
+  const Ranking ranking = ranking_of(args);
+  rank_tiles<<<static_cast<unsigned>(ranking.blocks), kThreads, 0, stream>>>(ranking);
+  return cudaGetLastError();
+}
+
+cudaError_t build_plans(const PlanArgs* args, int count, cudaStream_t stream) {
+  std::vector<const PlanArgs*> together;
+  for (int i = 0; i < count; ++i) {
+    if (!valid(args[i])) return cudaErrorInvalidValue;
+    const bool small = *std::max_element(args[i].size, args[i].size + 3) <= kBatchKernel;
+    if (small && args[i].n_out > 0) {
+      together.push_back(args + i);
+    } else if (const cudaError_t error = build_plan(args[i], stream); error != cudaSuccess) {
+      return error;
+    }
+  }
+  // Tiles of many offsets take the longest, so they start first.
+  std::stable_sort(together.begin(), together.end(),
+                   [](const PlanArgs* a, const PlanArgs* b) { return volume_of(*a) > volume_of(*b); });
+  for (size_t begin = 0; begin < together.size(); begin += Batch::kMost) {
+    const int some = static_cast<int>(std::min<size_t>(Batch::kMost, together.size() - begin));
+    StatsBatch stats{};
+    for (int i = 0; i < some; ++i) stats.stats[i] = together[begin + i]->stats;
+    clear_stats<<<1, 32, 0, stream>>>(stats, some);
+    cudaError_t error = cudaGetLastError();
+    if (error == cudaSuccess) error = build_batch(together.data() + begin, some, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 cudaError_t plan_to_table(const PlanView& plan, int* table, cudaStream_t stream) {

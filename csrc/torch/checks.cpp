@@ -164,7 +164,9 @@ void check_fused(const Shape& s, int64_t n_out, const OptTensor& residual, strin
               "out must have adjacent channels and rows that do not overlap, got strides ", out->strides());
   at::assert_no_internal_overlap(*out);
   at::assert_no_overlap(*out, x);
-  if (residual.has_value()) at::assert_no_overlap(*out, *residual);
+  if (!residual.has_value()) return;
+  at::assert_no_overlap(*out, *residual);
+  TORCH_CHECK(out->numel() == 0 || out->data_ptr() != residual->data_ptr(), "out and residual are the same memory");
 }
 
 Shape check_wgrad(const Tensor& x, const Tensor& dy, TensorList map, int64_t kernel_volume, int64_t groups,
@@ -179,6 +181,32 @@ Shape check_wgrad(const Tensor& x, const Tensor& dy, TensorList map, int64_t ker
               "groups=", groups, " must divide the channels of x (", x.size(1), ") and of dy (", dy.size(1), ")");
   check_map("map", map, x, kernel_volume, x.size(0), dy.size(0));
   return {kernel_volume, groups, x.size(1) / groups, dy.size(1) / groups, check_out_dtype(out_dtype, x.scalar_type())};
+}
+
+void check_norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
+                const OptTensor& running_var, const OptTensor& residual) {
+  check_tensor("x", x, 2, x);
+  TORCH_CHECK(x.size(0) >= 2, "x has ", x.size(0), " row(s), of which there are no statistics");
+  const auto check = [&](const char* name, const OptTensor& t) {
+    if (!t.has_value()) return;
+    check_tensor(name, *t, 1, x);
+    TORCH_CHECK(t->size(0) == x.size(1), name, " has ", t->size(0), " entries for ", x.size(1), " channels");
+  };
+  check("weight", weight);
+  check("bias", bias);
+  check("running_mean", running_mean);
+  check("running_var", running_var);
+  TORCH_CHECK(running_mean.has_value() == running_var.has_value(), "running_mean and running_var go together");
+  if (running_mean.has_value()) {
+    TORCH_CHECK(running_mean->is_contiguous() && running_var->is_contiguous() &&
+                    running_mean->scalar_type() == running_var->scalar_type(),
+                "running_mean and running_var must be contiguous and of one dtype");
+  }
+  if (!residual.has_value()) return;
+  check_tensor("residual or gradient", *residual, 2, x);
+  TORCH_CHECK(residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type(),
+              "residual or gradient must be ", dtype_name(x.scalar_type()), " of shape ", x.sizes(), ", got ",
+              dtype_name(residual->scalar_type()), " of shape ", residual->sizes());
 }
 
 ScalarType winner_dtype(int64_t kernel_volume) { return kernel_volume < 256 ? at::kByte : at::kShort; }

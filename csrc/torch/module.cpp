@@ -85,10 +85,10 @@ struct StreamEvent {};
 
 void bind_cuda(py::module_& m) {
   const auto missing = torch::wrap_pybind_function([](const py::args&, const py::kwargs&) { no_cuda(); });
-  for (const char* name :
-       {"tile_parts", "shared_memory", "mma_probe", "mma_rate", "index_coords", "derive_coords", "build_plan",
-        "index_sized", "derive_sized", "plan_room", "plan_sized", "plan_to_table", "cells_of_points", "group_cells",
-        "merge_runs", "lookup_rows", "locate_points", "gather_weighted", "scatter_weighted"}) {
+  for (const char* name : {"tile_parts",    "shared_memory", "mma_probe",     "mma_rate",        "index_coords",
+                           "derive_coords", "build_plan",    "index_sized",   "derive_sized",    "plan_room",
+                           "plan_sized",    "plans_sized",   "plan_to_table", "cells_of_points", "group_cells",
+                           "merge_runs",    "lookup_rows",   "locate_points", "gather_weighted", "scatter_weighted"}) {
     m.def(name, missing);
   }
   py::class_<StreamEvent>(m, "StreamEvent").def_static("record", missing);
@@ -96,8 +96,9 @@ void bind_cuda(py::module_& m) {
 }
 
 TORCH_LIBRARY_IMPL(voxmma, CUDA, m) {
-  for (const char* name : {"conv", "conv_fused", "conv_fused_into", "pack_weight", "conv_wgrad", "neighbor_counts",
-                           "pool_sum", "pool_max", "pool_pick", "pool_put", "segment_sum", "segment_argmax"}) {
+  for (const char* name :
+       {"conv", "conv_fused", "conv_fused_into", "pack_weight", "conv_wgrad", "norm_act", "norm_act_backward",
+        "neighbor_counts", "pool_sum", "pool_max", "pool_pick", "pool_put", "segment_sum", "segment_argmax"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&op_without_cuda>());
   }
 }
@@ -138,6 +139,14 @@ TORCH_LIBRARY(voxmma, m) {
       "conv_wgrad(Tensor x, Tensor dy, Tensor[] map, Tensor[] map_t, int kernel_volume, int groups, bool symmetric, "
       "str accumulator, str tile, str dgrad_tile, ScalarType? out_dtype=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
+  // Batch norm in training and what follows it, on CUDA: y = activation(norm(x) + residual), rounded once, and the
+  // statistics that its gradient takes. Running statistics are updated. relu's gradient takes y for the residual.
+  m.def(
+      "norm_act(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "float momentum, float eps, Tensor? residual, str activation, float slope) -> (Tensor, Tensor)");
+  m.def(
+      "norm_act_backward(Tensor dy, Tensor x, Tensor stats, Tensor? residual, str activation, float slope, "
+      "bool residual_gradient) -> (Tensor, Tensor, Tensor, Tensor)");
   // Pooling; PoolOp in kernels.h says what they compute. mirror: the offsets of a symmetric map run backwards.
   m.def(
       "pool_sum(Tensor x, Tensor? in_count, Tensor? out_count, Tensor[] map, Tensor[] map_t, int kernel_volume, "
@@ -175,6 +184,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_runs_on", &voxmma::build_runs_on, py::arg("archs"), py::arg("tile_arch"), py::arg("major"),
         py::arg("minor"));
   voxmma::bind_checks(m);
+  voxmma::bind_cached(m);
   voxmma::bind_prepared_conv(m);
   voxmma::bind_cuda(m);
 }

@@ -31,20 +31,15 @@ struct PreparedConv {
                           plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
   }
 
-  // conv_fused, or conv_fused_into where there is an `out`, which is returned.
+  // conv_fused with the same.
   Tensor fused(const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& scale,
                const OptTensor& shift, const OptTensor& mean, const OptTensor& var, double eps,
-               const OptTensor& residual, const std::string& activation, double slope, OptTensor out) const {
+               const OptTensor& residual, const std::string& activation, double slope) const {
     check_version();
     NoAutocast no_autocast;
-    if (!out.has_value()) {
-      return fused_op().call(x, weight, bias, plan.map, n_out, plan.symmetric, plan.transpose, plan.accumulator,
-                             plan.tile, out_dtype, scale, shift, mean, var, eps, residual, activation, slope,
-                             std::nullopt);
-    }
-    fused_into_op().call(x, weight, bias, plan.map, n_out, plan.symmetric, plan.transpose, plan.accumulator, plan.tile,
-                         out_dtype, scale, shift, mean, var, eps, residual, activation, slope, std::nullopt, *out);
-    return *out;
+    return fused_op().call(x, weight, bias, plan.map, n_out, plan.symmetric, plan.transpose, plan.accumulator,
+                           plan.tile, out_dtype, scale, shift, mean, var, eps, residual, activation, slope,
+                           std::nullopt);
   }
 };
 
@@ -86,14 +81,12 @@ void bind_prepared_conv(py::module_& m) {
       .def("__call__",
            torch::wrap_pybind_function_no_gil([](const PreparedConv& self, const Tensor& x, const Tensor& weight,
                                                  const OptTensor& bias) { return self(x, weight, bias); }))
-      .def("fused",
-           torch::wrap_pybind_function_no_gil([](const PreparedConv& self, const Tensor& x, const Tensor& weight,
-                                                 const OptTensor& bias, const OptTensor& scale, const OptTensor& shift,
-                                                 const OptTensor& mean, const OptTensor& var, double eps,
-                                                 const OptTensor& residual, const std::string& activation, double slope,
-                                                 const OptTensor& out) {
-             return self.fused(x, weight, bias, scale, shift, mean, var, eps, residual, activation, slope, out);
-           }));
+      .def("fused", torch::wrap_pybind_function_no_gil(
+                        [](const PreparedConv& self, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                           const OptTensor& scale, const OptTensor& shift, const OptTensor& mean, const OptTensor& var,
+                           double eps, const OptTensor& residual, const std::string& activation, double slope) {
+                          return self.fused(x, weight, bias, scale, shift, mean, var, eps, residual, activation, slope);
+                        }));
   m.def("operand_facts", torch::wrap_pybind_function(operand_facts), py::arg("x"), py::arg("weight"), py::arg("bias"));
 }
 

@@ -56,6 +56,15 @@ def build_plan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
     """The tensors of a map, PlanStats, and the number of pairs, -1 where they are not read."""
 
+def write_count(tensors: tuple[object, ...]) -> int:
+    """Changes whenever torch writes into one of the tensors; not by .data, numpy or DLPack.
+
+    What is no tensor, or is an inference tensor, counts as 0.
+    """
+
+def map_size(like: Tensor, n_in: int, n_out: int) -> Tensor:
+    """Empty int32 of shape (0, n_in, n_out) on the device of `like`, never an inference tensor."""
+
 def index_sized(
     coords: Tensor, count: Tensor, bounds: Sequence[int], status: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,6 +135,19 @@ def plan_sized(
     room. status becomes what is needed: [units of 4 entries of uniq, passes, pairs, unused].
     compact: only tiles that have rows are on the schedule, (2, tiles, 4) at the beginning of its memory.
     """
+
+def plans_sized(
+    out_coords: Sequence[Tensor],
+    out_count: Sequence[Tensor],
+    out_order: Sequence[Tensor],
+    bricks: Sequence[Tensor],
+    in_order: Sequence[Tensor],
+    rules: Sequence[Sequence[int]],
+    status: Tensor,
+    compact: bool = False,
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """Several `plan_sized`, side by side. A rule is size, start, step, mul, div, pass_capacity and
+    uniq4_capacity, 17 integers. status: (plans, 4)."""
 
 class StreamEvent:
     """An event behind what a CUDA device's current stream had to do when `record` was called."""
@@ -208,9 +230,8 @@ class PreparedConv:
         residual: Tensor | None,
         activation: str,
         slope: float,
-        out: Tensor | None,
     ) -> Tensor:
-        """torch.ops.voxmma.conv_fused, or conv_fused_into where there is an `out`, which is returned."""
+        """torch.ops.voxmma.conv_fused."""
 
 def operand_facts(x: Tensor, weight: Tensor, bias: Tensor | None) -> bytes | None:
     """Types and shapes of the operands, autocast, inference mode; None where they are on several devices."""

@@ -57,6 +57,8 @@ def triple(value: Any, name: str, low: int, high: int) -> Triple:
         plain = type(x) is type(y) is type(z) is int
         if plain and low <= x <= high and low <= y <= high and low <= z <= high:
             return value
+    elif type(value) is int and low <= value <= high:
+        return value, value, value
     values = integers(value, 3)
     if values is None:
         raise TypeError(f"{name} must be an int or three of them, got {value!r}")
@@ -75,6 +77,8 @@ def three_integers(value: Any, name: str) -> Triple:
 
 def positive_triple(value: Any, name: str) -> Triple:
     """One integer or three as three of 1 or more, else TypeError or ValueError naming it."""
+    if type(value) is int and value > 0:
+        return value, value, value
     values = three_integers(value if (one := integer(value)) is None else (one,) * 3, name)
     if min(values) < 1:
         raise ValueError(f"{name} must be positive on every axis, got {value!r}")

@@ -466,7 +466,11 @@ def test_copies_and_pickles() -> None:
         ({"indices": torch.zeros(3, 5).int()}, ValueError, r"indices must be \(N, ndim \+ 1\)"),
         ({"spatial_shape": [4, 4]}, TypeError, "spatial_shape must be an int or 3 of them"),
         ({"batch_size": 1.5}, TypeError, "batch_size must be an int"),
-        ({"indices": torch.tensor([[0, 0, 0, 0], [0, 1, 4, 1], [0, 2, 2, 2]]).int()}, ValueError, "row 1"),
+        (
+            {"indices": torch.tensor([[0, 0, 0, 0], [0, 1, 4, 1], [0, 2, 2, 2]]).int()},
+            ValueError,
+            "indices row 1",
+        ),
         ({"indices": torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1], [0, 2, 2, 2]]).int()}, ValueError, "row 1"),
         ({"features": torch.zeros(2, 2)}, ValueError, "features has 2 rows, indices has 3"),
     ],
@@ -699,7 +703,8 @@ def test_activations_additions_and_counts() -> None:
         layer = spconv.conv.SparseConvolution(3, 2, 2, 3, subm=True, act_type=act, act_alpha=0.3).double()
         plain = spconv.SubMConv3d(2, 2, 3).double()
         plain.load_state_dict(layer.state_dict())
-        torch.testing.assert_close(layer(x, add_input=x).features, want(plain(x).features + x.features))
+        for made in (layer, pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+            torch.testing.assert_close(made(x, add_input=x).features, want(plain(x).features + x.features))
     layer = spconv.SparseConv3d(2, 3, 3, 2, 1, record_voxel_count=True).double()
     rows = len(layer(x).features)
     layer(small(shape=(3, 3, 3)))
@@ -851,6 +856,64 @@ def test_policies_records_and_audits_see_the_layers() -> None:
     assert voxmma.explain(net(x)).compute_dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert net(x).features.dtype == torch.bfloat16
+
+
+def test_sequences_run_as_one_launch_in_evaluation(device: torch.device) -> None:
+    x = small(4, (9, 8, 7), device)
+    net = spconv.SparseSequential(
+        spconv.SubMConv3d(4, 16, 3, indice_key="s"),
+        nn.BatchNorm1d(16),
+        nn.ReLU(),
+        spconv.SparseConv3d(16, 8, 3, 2, 1, indice_key="d"),
+        nn.LeakyReLU(0.3),
+        spconv.SparseInverseConv3d(8, 16, 3, indice_key="d", bias=False),
+        nn.BatchNorm1d(16),
+        spconv.SubMConv3d(16, 8, 1),
+        nn.SiLU(),
+    )
+    net = start(net).double().to(device).eval()
+    steps = list(net)
+    with torch.no_grad():
+        want = x
+        for step in steps:
+            sparse = isinstance(step, spconv.SparseModule)
+            want = step(want) if sparse else want.replace_feature(step(want.features))
+        y = net(x)
+    torch.testing.assert_close(y.features, want.features, rtol=1e-10, atol=1e-12)
+    assert voxmma.explain(y).applied == ("SiLU (fused)",) and y.indices is x.indices
+    assert voxmma.explain(net(x)).applied == ("SiLU",)  # gradients want every step
+    seen = []
+    handle = net[0].register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        torch.testing.assert_close(net(x).features, want.features, rtol=1e-10, atol=1e-12)
+    assert seen == [1]
+    handle.remove()
+
+    class Doubled(spconv.SubMConv3d):
+        def forward(self, input: Any) -> Any:  # type: ignore[override]
+            y = super().forward(input)
+            return y.replace_feature(2 * y.features)
+
+    layer = Doubled(4, 4, 3, bias=False).double().to(device)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            spconv.SparseSequential(layer, nn.ReLU())(x).features, layer(x).features.relu()
+        )
+
+
+def test_norms_and_activations_share_a_pass_in_training(device: torch.device) -> None:
+    x = small(4, (9, 8, 7), device)
+    for dtype, close in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        net = spconv.SparseSequential(nn.BatchNorm1d(4), nn.ReLU()).to(device, dtype)
+        outs = []
+        for run in (net, nn.Sequential(*copy.deepcopy(net))):
+            features = x.features.detach().to(dtype).requires_grad_()
+            y = run(x.replace_feature(features)).features if run is net else run(features)
+            y.square().sum().backward()
+            norm = run[0]
+            outs.append((y, features.grad, norm.weight.grad, norm.running_mean, norm.num_batches_tracked))
+        for got, want in zip(*outs, strict=True):
+            torch.testing.assert_close(got, want, rtol=close, atol=close * 10)
 
 
 # ---- installing ------------------------------------------------------------------------------------------

@@ -23,15 +23,20 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The layers whose call was decided anew, in order."""
+    """The calls that were not repeats of another one on the same coordinates, in order."""
+    return counted(monkeypatch, "_decision")
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """One entry for each call of a function of `calls` from now on."""
     seen: list[str] = []
-    decide = calls.plan_call
+    function = getattr(calls, name)
 
-    def plan_call(*arguments: Any) -> Any:
+    def run(*arguments: Any) -> Any:
         seen.append("decided")
-        return decide(*arguments)
+        return function(*arguments)
 
-    monkeypatch.setattr(calls, "plan_call", plan_call)
+    monkeypatch.setattr(calls, name, run)
     return seen
 
 
@@ -100,6 +105,33 @@ def test_everything_that_decides_is_seen(device: torch.device, decisions: list[s
     decides()
     other = voxels(device)
     assert decides(lambda: layer(other)) == "default"
+
+
+def test_new_coordinates_take_the_decision_over(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "_decided", {})
+    seen = counted(monkeypatch, "_decide")
+    layer = voxmma.nn.SparseConv3d(16, 24, 3, device=device)
+    first = layer(voxels(device))
+    again = layer(voxels(device))
+    assert len(seen) == 1 and again._record == first._record and again.coord_set is not first.coord_set
+    with settings.override(fp16_accum=True):
+        assert layer(voxels(device))._record.decided_by == "runtime" and len(seen) == 2
+    assert layer(voxels(device))._record == first._record and len(seen) == 3
+    layer(voxels(device))
+    assert len(seen) == 3
+    measurements.reload()
+    layer(voxels(device))
+    assert len(seen) == 4
+    for wrong in (
+        voxels(device, FP32),
+        voxmma.Voxels(first.coords, torch.zeros(200, 8, device=device).half()),
+    ):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="channels" if wrong.channels == 8 else "not as wide"):
+                layer.half()(wrong)
+    assert len(seen) == 4
 
 
 def test_a_freed_map_is_built_again(device: torch.device, decisions: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import zipfile
@@ -18,6 +19,7 @@ from voxmma import models
 from voxmma import nn as vnn
 from voxmma.engine import Engine, EngineError, compile, load
 from voxmma.nn import functional as F
+from voxmma.precision.policy import PrecisionPolicy, apply_policy
 from voxmma.sparse import segments
 
 from conftest import random_coords, surface_coords
@@ -216,6 +218,56 @@ def test_several_inputs(device: Device) -> None:
         engine([a, b], scale[:4])
 
 
+@pytest.mark.parametrize("mode", ["nearest", "trilinear"])
+def test_devoxelising_at_points_that_are_an_input(mode: str, device: Device) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.down = vnn.SparseConv3d(4, 8, 3), vnn.SparseConv3d(8, 8, 2, stride=2)
+
+        def forward(self, x: voxmma.Voxels, points: torch.Tensor, batch: torch.Tensor) -> list[Any]:
+            fine = self.conv(x)
+            low = self.down(fine)
+            at_points = [
+                voxmma.devoxelise(y, points, 0.5, mode, batch_index=batch, origin=(0.1, 0, 0))
+                for y in (fine, low)
+            ]
+            centres = x.coords[:, 1:].float() + 0.5
+            up = voxmma.devoxelise(low, centres, 1.0, mode, batch_index=x.coords[:, 0])
+            return [
+                *at_points,
+                up,
+                voxmma.lookup(
+                    low,
+                    torch.div(
+                        x.coords, torch.tensor([1, 2, 2, 2], device=x.device), rounding_mode="floor"
+                    ).int(),
+                ),
+            ]
+
+    net = Net().eval().to(device)
+
+    def given(n: int) -> tuple[voxmma.Voxels, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(n)
+        points = 7 * torch.rand(200, 3, generator=generator) - 0.2
+        batch = torch.randint(2, (200,), generator=generator)
+        return frame(n, device, seed=n), points.to(device), batch.to(device)
+
+    engine = compile(net, given(500))
+    for n in (500, 3, 77):
+        x, points, batch = given(n)
+        with torch.no_grad():
+            wanted = net(x, points, batch)
+        assert_same(engine((x.coords, x.feats), points, batch).get(), wanted)
+    bad = points.clone()
+    bad[17, 1] = torch.nan
+    with pytest.raises(ValueError, match="points row 17 is not finite"):
+        engine(x, bad, batch).get()
+    batch[4] = 2
+    with pytest.raises(ValueError, match="points row 4 is not finite, or of a sample that is not there"):
+        engine(x, bad, batch).get()
+
+
 # ---- what is frozen ----------------------------------------------------------------------------------------
 
 
@@ -236,6 +288,26 @@ def test_weights_and_settings_of_later_change_nothing(device: Device) -> None:
     assert engine.capacities[0] >= 1500
     assert_same(engine(x).get(), wanted)
     assert {step["accumulator"] for step in engine.plan} == {"fp32"}
+
+
+@pytest.mark.parametrize("on", ["block", "module"])
+def test_a_policy_is_frozen(on: str, device: Device) -> None:
+    net, x = evaluated(NETWORKS["unet"](), device), frame(300, device)
+    with contextlib.ExitStack() as stack:
+        if on == "block":
+            stack.enter_context(PrecisionPolicy.auto_mixed_bf16)
+        else:
+            applied = apply_policy(net, "auto_mixed_bf16")
+        with voxmma.audit():
+            engine = compile(net, x)
+        with torch.no_grad():
+            wanted = net(x)
+        assert_same(engine(x).get(), wanted)
+    if on == "module":
+        applied.revert()
+    assert_same(engine(x).get(), wanted)
+    with PrecisionPolicy.always_f16:
+        assert_same(engine((x.coords.long(), x.feats)).get(), wanted)
 
 
 def test_weights_are_packed_once(device: Device) -> None:
@@ -349,6 +421,8 @@ def test_further_examples_count(device: Device) -> None:
     assert engine.capacities[0] >= 700
     agree(engine, net, [a, b])
     assert "kernel_size (2, 2, 2)" in engine.levels()
+    dense = frame(300, device, batch=1, extent=8, seed=3)  # has a smaller share of coarse voxels
+    assert compile(net, dense, frames=[a]).capacities[1] > compile(net, dense).capacities[1]
     with pytest.raises(ValueError, match="capacity is 600, an example has 700 voxels"):
         compile(net, a, frames=[b], capacity=600)
     with pytest.raises(ValueError, match=r"levels\[1\] is 2, an example needs"):
@@ -457,6 +531,8 @@ def _positive(x: voxmma.Voxels) -> torch.Tensor:
         (lambda x: x.feats.t() @ x.feats, r"aten.mm: it sums over the rows"),
         (lambda x: x.feats.cumsum(0), r"aten.cumsum: it goes over the rows"),
         (lambda x: x.feats[:3], r"aten.slice: it goes over the rows"),
+        (lambda x: x.feats[torch.tensor([0, 1], device=x.device)], r"aten.index: it picks rows by number"),
+        (lambda x: x.feats[0], r"aten.select: it goes over the rows"),
         (lambda x: x.feats.flatten(), r"aten.*: it mixes the rows"),
         (lambda x: x.feats.flip(0), r"aten.flip: it goes over the rows"),
         (lambda x: x.feats[_positive(x)], r"a boolean mask|aten.index"),
@@ -469,7 +545,10 @@ def _positive(x: voxmma.Voxels) -> torch.Tensor:
         (lambda x: x.feats.view(-1), r"it mixes the rows"),
         (lambda x: x.with_feats(nn.functional.dropout(x.feats, training=True)), r"it is random"),
         (lambda x: vnn.functional.batch_norm(x, None, None, training=True), r"statistics of the rows"),
-        (lambda x: x.coord_set.lookup(x.coords), "cannot look coordinates up"),
+        (
+            lambda x: voxmma.intersection(x, F.unpool(F.max_pool(x, 2), 2, generative=True)),
+            "an engine cannot",
+        ),
         (lambda x: x.dense(), "cannot take"),
     ],
 )
@@ -624,6 +703,34 @@ def test_a_saved_engine_does_the_same(device: Device, tmp_path: Path) -> None:
         assert_same(list(got.values()), list(wanted.values()), exact=True)
     with pytest.raises(ValueError, match="is not finite"):
         again(frame(3, device) / 0.0).get()
+
+
+def test_bounded_grids(device: Device, tmp_path: Path) -> None:
+    net = evaluated(NETWORKS["second"](), device)
+    shape = (40, 32, 32)
+
+    def bounded(n: int, seed: int) -> voxmma.Voxels:
+        x = frame(n, device, seed=seed, extent=32)
+        return voxmma.Voxels(x.coords, x.feats, 2, spatial_shape=shape)
+
+    engine = compile(net, bounded(400, 1))
+    engine.save(tmp_path / "net.engine")
+    again = load(tmp_path / "net.engine")
+    for n in (400, 7):
+        x = bounded(n, n)
+        with torch.no_grad():
+            wanted = net(x)
+        for got in (engine(x).get(), again((x.coords, x.feats)).get()):
+            assert_same(got, wanted)
+            assert [y.spatial_shape for y in got] == [y.spatial_shape for y in wanted]
+    coords = x.coords.clone()
+    coords[3, 2] = 32
+    with pytest.raises(ValueError, match=r"coords row 3 is .*: the engine's bounds are"):
+        engine((coords, x.feats)).get()
+    with pytest.raises(
+        ValueError, match=r"the input has spatial_shape None, the engine takes \(40, 32, 32\)"
+    ):
+        engine(frame(7, device))
 
 
 def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:

@@ -118,7 +118,7 @@ def test_fault_59_repeated_linked_compressed_or_lying_entries_are_refused(good: 
 def test_fault_59_a_changed_or_cut_file_is_refused(good: Path, tmp_path: Path) -> None:
     data, path = bytearray(good.read_bytes()), tmp_path / "bad.pt2"
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(ArtefactError, match="no intact archive"):
+    with pytest.raises(ArtefactError, match=r"no intact archive|something follows"):  # 2.8: an archive within
         load(path)
     parts = entries(good)
     with zipfile.ZipFile(good) as archive:
@@ -153,6 +153,8 @@ def test_fault_59_pickles_are_not_run(good: Path, tmp_path: Path) -> None:
         others = [part for part in parts if str(part[0]) != legacy]
         with pytest.raises(ArtefactError, match="holds more than tensors"):
             load(write(path, [*others, (legacy, bomb)]))
+        if any(str(name) == legacy for name, _ in parts):
+            continue  # weights are in that one alone
         config, tensor = place(parts, "model_weights_config.json"), place(parts, "weights/weight_0")
         listed = json.loads(parts[config][1])
         for payload in listed["config"].values():

@@ -346,7 +346,7 @@ def test_fuse_reads_forwards(device: torch.device, dtype: torch.dtype) -> None:
         y, again = model(x), model(x)
     assert torch.equal(y.feats, again.feats)
     error, before = ((v.feats.double() - exact).norm() for v in (y, single))
-    assert error <= 1.5 * before + 1e-14 * exact.norm()
+    assert error <= 1.5 * before + 20 * torch.finfo(dtype).eps * exact.norm()
     seen = launches(model, x)
     assert len(seen) == 7 and all("fused" in name for names in seen for name in names)
     assert sum("+ residual (fused)" in names for names in seen) == 2
@@ -373,7 +373,7 @@ def test_fused_models_train_copy_and_change_as_before(device: torch.device) -> N
     for network in (model.train(), plain.train()):
         network(x).feats.square().sum().backward()
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert mine is other or torch.equal(mine.grad, other.grad)
+        assert mine is other or (mine.grad - other.grad).norm() <= 1e-3 * other.grad.norm()
     voxmma.fuse(model)  # again
     assert len(launches(model.eval(), x)) == 7
 
@@ -415,7 +415,7 @@ def test_fuse_leaves_what_it_cannot_read(device: torch.device) -> None:
 
     for kind, why in (
         (Asks, "class of a value"),
-        (Counts, "sets calls"),
+        (Counts, "it sets calls"),
         (Optional, "optional arguments"),
         (Measures, "cannot be read"),
         (Twice, "used 2 times"),
@@ -436,6 +436,20 @@ def test_fuse_leaves_what_it_cannot_read(device: torch.device) -> None:
         assert report.fused == [("conv1", "bn1")]
         with torch.no_grad():
             close(model(x.with_feats(x.feats.clone())).feats, before, float(before.abs().max()))
+
+
+def test_what_differs_in_training_is_fused_for_evaluation_alone(device: torch.device) -> None:
+    x = voxels(device)
+
+    class Differs(Basic):
+        def forward(self, x: Any) -> Any:
+            y = self.bn1(self.conv1(x))
+            return y if self.training else self.relu(y)
+
+    model = settled(Differs(16, 16), device)
+    assert voxmma.fuse(model)[1].fused == [("conv1", "bn1", "relu")]
+    assert len(launches(model, x)) == 1 and (model(x).feats >= 0).all()
+    assert (model.train()(x).feats < 0).any()
 
 
 def test_fuse_reports_sequences_and_networks(device: torch.device) -> None:

@@ -128,7 +128,9 @@ def test_every_tile_does_what_follows(device: torch.device, n: int) -> None:
         pytest.skip("for the GPU's full waves")
     cases: dict[Any, Case] = {}
     for tile, dtype, accum, shape, turn in calls(device):
-        case = cases.setdefault(shape, Case(device, n, *shape))
+        if shape not in cases:
+            cases[shape] = Case(device, n, *shape)
+        case = cases[shape]
         for i, act in enumerate(ACTIVATIONS, turn):
             x, w, bias = case.operands(dtype, bias=i % 2 == 0)
             wide_out = i % 3 == 0 and dtype != torch.float64
@@ -295,6 +297,8 @@ def test_what_it_refuses(device: torch.device) -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             into(x, w, bias, *case.geometry(), accum, tile, out=out)
+    with pytest.raises(RuntimeError, match="same memory"):
+        into(x, w, bias, *case.geometry(), accum, tile, out=wide[:, :8], residual=wide[:, :8])
     version = wide._version
     into(x, w, bias, *case.geometry(), accum, tile, out=wide[:, :8])
     assert wide._version > version

@@ -161,19 +161,15 @@ def check_sides(mine: CoordSet, theirs: CoordSet, core: Any, exact: Any, reverse
 def test_what_does_not_fit_is_left_to_the_layers(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an input whose levels are small comes one whose levels are large, and the other way round."""
+    """After an input whose levels are small comes one whose levels are large; then there is room for both."""
     builds = Builds(monkeypatch)
     network = Network().to(device)
     scattered = 8 * random_coords(2500, 14, 1)  # each voxel a site of its own
     with torch.no_grad():
         network(voxels(surface_coords(50), device))
         builds.take()
-        for coords, whole in (
-            (scattered, False),
-            (surface_coords(50), True),
-            (scattered, False),
-            (scattered, True),
-        ):
+        small = surface_coords(50)
+        for coords, whole in ((scattered, False), (scattered, True), (small, True), (scattered, True)):
             x = voxels(coords, device)
             y = network(x)
             sets, made = builds.take()
@@ -211,7 +207,7 @@ def test_nothing_is_made_ahead_for_what_is_not_new(
 ) -> None:
     network = Network().to(device)
     made = []
-    monkeypatch.setattr(ahead, "_make", lambda coords, asked: made.append(coords))
+    monkeypatch.setattr(ahead, "_make", lambda coords, *_: made.append(coords))
     with torch.no_grad():
         x = voxels(SCENES[0], device)
         network(x)
@@ -273,3 +269,47 @@ def test_all_sizes_are_read_back_once() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert len([c for c in caught if "synchroniz" in str(c.message)]) == 1
+
+
+def test_rooms_are_not_guessed_from_what_says_little(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm-up with a voxel, and a card whose memory does not hold the rooms."""
+    builds = Builds(monkeypatch)
+    network = Network().to(device)
+    with torch.no_grad():
+        network(voxels(torch.tensor([[0, 3, 3, 3]]), device))
+        one_by_one = builds.take()
+        network(voxels(SCENES[0], device))
+        assert builds.take() == one_by_one
+        network(voxels(SCENES[1], device))
+        assert builds.take() == (0, 0)
+
+        def full(*_: Any, **__: Any) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ahead, "plans_sized", full)
+            y = network(voxels(SCENES[1], device))
+            assert builds.take() == one_by_one
+        alike(y, network(voxels(SCENES[1], device)))
+        assert builds.take() == (0, 0)
+
+
+def test_sets_of_other_kinds_are_left_alone(device: torch.device) -> None:
+    """As an engine's, which have neither an index nor a number of rows on the host."""
+
+    class Other(CoordSet):
+        __slots__ = ()
+
+        def hash_index(self) -> Any:
+            raise AssertionError("an index was asked for")
+
+        sorted_keys = hash_index
+
+    network = Network().to(device)
+    with torch.no_grad():
+        network(voxels(SCENES[0], device))
+    coords = Other.trusted(SCENES[1].clone().to(device), 3)
+    ahead.meet(coords, network.stem.weight)
+    assert coords.place is None and not coords.maps and not coords.derived

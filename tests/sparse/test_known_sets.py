@@ -221,6 +221,24 @@ def test_sets_of_tensors_are_not_kept(device: torch.device) -> None:
     assert x.num_voxels == 50
 
 
+def test_a_tensor_keeps_no_sets_that_are_gone() -> None:
+    coords, feats = random_coords(50, 5), torch.randn(50, 4)
+    kept = Voxels(coords, feats, spatial_shape=99)
+    for size in range(100, 400):
+        Voxels(coords, feats, spatial_shape=size)
+    assert len(_wrapped.get(coords).sets) <= 64
+    assert Voxels(coords, feats, spatial_shape=99).coord_set is kept.coord_set
+
+
+def test_coordinates_in_shared_memory_lead_back_to_their_set() -> None:
+    x = Voxels(random_coords(50, 5), torch.randn(50, 4))
+    coords = x.coords
+    before = coords.data_ptr()
+    coords.share_memory_()
+    assert coords.data_ptr() != before
+    assert Voxels(coords, x.feats, x.batch_size).coord_set is x.coord_set
+
+
 # ---- output coordinates, maps under keys -------------------------------------------------------------------
 
 

@@ -462,7 +462,8 @@ def test_fault_53_threads_share_a_map(
                 assert all(torch.equal(a, b) for a, b in zip(got[:3], want[:3], strict=True))
                 assert got[3] == want[3] and got[5] is x.coord_set
                 assert got[4] is voxmma.kernel_map(x, 2, stride=2).out_coords
-            assert len(builds) == 3  # 3x3x3, 2x2x2 both ways
+            # 3x3x3, 2x2x2 both ways; on a GPU one thread makes them ahead (voxmma.sparse.ahead)
+            assert len(builds) == (3 if device.type == "cpu" else 0)
 
 
 def test_fault_53_threads_ask_for_the_number_of_pairs(eager_switching: None) -> None:

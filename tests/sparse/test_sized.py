@@ -18,7 +18,7 @@ from voxmma.ops.kernels import compiled
 from voxmma.sparse import derive
 from voxmma.sparse.coords import COORD_MAX, COORD_MIN, CoordSet
 from voxmma.sparse.maps import Geometry, KernelMap, MapCore, kernel_map, neighbor_table
-from voxmma.sparse.sized import SizedSet, derive_sized, index_sized, plan_room, plan_sized
+from voxmma.sparse.sized import Plan, SizedSet, derive_sized, index_sized, plan_room, plan_sized, plans_sized
 
 from conftest import grid_coords, random_coords, surface_coords
 
@@ -209,6 +209,40 @@ def test_maps_of_a_set_to_itself(device: torch.device, name: str, size: tuple[in
         expected = eager_map(exact, exact, geometry, False)
         check_map(tensors, expected, len(made.coords))
         assert read()[2] == expected.num_pairs
+
+
+def test_several_maps_at_once(device: torch.device) -> None:
+    """More than go into a launch, of all sizes and directions, one of them too large to go with others."""
+    down, fine = GEOMETRIES["k3s2"][0], case("surface")
+    exact = CoordSet(fine.to(device), 4)
+    coarse = derive.windows(exact, down)
+    source = sized_set(fine, len(fine) + 900, device)
+    made = derive_sized(source, derive.Derived(down, False, None), coarse.num + 900, status_of(device)[0])
+    none = sized_set(fine[:0], 0, device)
+    empty = CoordSet(fine[:0].to(device), 4)
+    wide = Geometry((1, 9, 9), (1, 1, 1), (1, 1, 1), (0, 4, 4))
+    five = Geometry((5, 5, 5), (1, 1, 1), (1, 1, 1), (2, 2, 2))
+    asked = [
+        *[(s, e, s, e, g, False) for g in (SAME, five, wide) for s, e in ((source, exact), (made, coarse))],
+        (source, exact, made, coarse, down, False),
+        (made, coarse, source, exact, down, True),
+        (none, empty, none, empty, SAME, False),
+        *[(source, exact, source, exact, SAME, False)] * 4,
+    ]
+    plans = []
+    for inputs, _, outputs, _, geometry, reverse in asked:
+        room = (0, 0)
+        if device.type == "cuda":
+            room = plan_room(geometry, reverse, len(inputs.coords), len(outputs.coords))[2:]
+        plans.append(Plan(inputs, outputs, geometry, reverse, room))
+    status = torch.full((len(plans), 4), 7, dtype=torch.int64, device=device)
+    for tensors, line, (_, ins, outputs, outs, geometry, reverse) in zip(
+        plans_sized(plans, status), status.tolist(), asked, strict=True
+    ):
+        expected = eager_map(ins, outs, geometry, reverse)
+        check_map(tensors, expected, len(outputs.coords))
+        assert line[2] == expected.num_pairs
+    assert plans_sized([], status[:0]) == []
 
 
 @pytest.mark.gpu

@@ -762,7 +762,8 @@ def test_a_tuned_layer_says_so_on_a_gpu(cache: Path) -> None:
         "wrong" in why for r in report.results for why in r.refused.values()
     )
     for result in report.results:
-        assert result.winner in result.ms and result.default in result.ms and len(result.ms) > 1
+        assert result.winner in result.ms and result.default in result.ms
+    assert any(len(result.ms) > 1 for result in report.results)  # small cards have one tile for some
     with voxmma.audit() as log:
         after = layer(x)
         after.feats.sum().backward()

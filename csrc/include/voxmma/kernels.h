@@ -99,7 +99,7 @@ struct Epilogue {
   const void* residual;  // (n_out, ldr) of out_dtype, must not overlap `out`; null: none
   int64_t ldr;
   Activation activation;
-  float slope;  // of leaky_relu
+  double slope;  // of leaky_relu
 };
 
 // Arguments of one launch. Channels are per group; strides are in elements.
@@ -175,6 +175,38 @@ struct PackArgs {
 size_t packed_weight_bytes(const PackArgs&);
 int pack_flag_bytes(const PackArgs&);
 cudaError_t pack_weight(const PackArgs&, cudaStream_t);
+
+// ---- batch norm in training -------------------------------------------------------------------------------------
+// y = activation((x - mean) * invstd * weight + bias + residual): mean and biased variance of a channel over the rows, sums
+// in a fixed order, in fp32 (fp64 for fp64), one rounding. Two rows or more.
+struct NormArgs {
+  const void* x;  // (n, channels), `ldx` elements from row to row
+  int64_t ldx;
+  DType dtype;  // of x, residual, y and their gradients
+  int64_t n, channels;
+  PerChannel weight, bias;  // default 1, 0
+  double eps;
+  const void* residual;  // (n, channels), `ldr` elements from row to row; or null
+  int64_t ldr;
+  Activation activation;
+  double slope;
+  void* stats;      // [4][channels] fp32 (fp64): mean, invstd, invstd * weight, bias. Written forward, read backward
+  void* workspace;  // norm_workspace bytes
+  int sm_count;
+  // forward
+  void* y;                           // (n, channels) contiguous
+  void *running_mean, *running_var;  // (channels) of running_dtype, updated, var with the unbiased variance; or null
+  DType running_dtype;
+  double momentum;
+  // backward; x, stats, activation as they were. relu: `residual` is y where there was a residual
+  const void* dy;  // (n, channels), `ldy` elements from row to row
+  int64_t ldy;
+  void *dx, *dresidual;   // (n, channels) contiguous; dresidual may be null
+  void *dweight, *dbias;  // (channels) of the type of stats
+};
+size_t norm_workspace(const NormArgs&);
+cudaError_t norm_forward(const NormArgs&, cudaStream_t);
+cudaError_t norm_backward(const NormArgs&, cudaStream_t);
 
 // ---- coordinates and maps -------------------------------------------------------------------------------------
 inline constexpr int kCoordBits = 18;  // -131072 .. 131071
@@ -353,6 +385,8 @@ constexpr int empty_passes(int kernel_volume) { return (kernel_volume + kPassOff
 // Capacities that always suffice; a plan rarely comes near them.
 void plan_bounds(const PlanArgs&, int64_t* passes, int64_t* uniq4);
 cudaError_t build_plan(const PlanArgs&, cudaStream_t);
+// Several plans, in few launches: small ones are built side by side.
+cudaError_t build_plans(const PlanArgs* args, int count, cudaStream_t);
 
 // Neighbour table (K, n_out) int32, -1 = none, from a plan: for inspection and tests.
 cudaError_t plan_to_table(const PlanView&, int* table, cudaStream_t);

@@ -157,7 +157,7 @@ Tensor run_conv(const Shape& s, const Tensor& x, const Tensor& weight, const Per
     args.epilogue.ldr = residual.stride(0);
   }
   args.epilogue.activation = static_cast<Activation>(activation_index(then.activation));
-  args.epilogue.slope = static_cast<float>(then.slope);
+  args.epilogue.slope = then.slope;
   args.out = y.data_ptr();
   args.ldo = y.stride(0);
   args.out_dtype = to_dtype(s.out);

@@ -482,35 +482,70 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
           stats, found.pairs};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_sized_cuda(
-    const Tensor& out_coords, const Tensor& out_count, const Tensor& out_order, const Tensor& bricks,
-    const Tensor& in_order, const Ints& size, const Ints& start, const Ints& step, const Ints& mul, const Ints& div,
-    int64_t pass_capacity, int64_t uniq4_capacity, const Tensor& status, bool compact) {
-  PlanArgs args{};
-  copy_sets(out_coords, out_order, bricks, in_order, args);
-  copy_rule(size, start, step, mul, div, args);
-  args.out_count = sized_count("out_count", out_count, out_coords);
-  args.stats = reinterpret_cast<PlanStats*>(sized_status(status, out_coords));
-  TORCH_CHECK_VALUE(pass_capacity >= 0 && uniq4_capacity >= 0,
-                    "pass_capacity and uniq4_capacity must not be negative, ", "got ", pass_capacity, " and ",
-                    uniq4_capacity);
+using SizedPlan = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// Several plans at once. `rules`: size, start, step, mul, div, pass_capacity and uniq4_capacity of each, 17 integers.
+std::vector<SizedPlan> plans_sized_cuda(const std::vector<Tensor>& out_coords, const std::vector<Tensor>& out_count,
+                                        const std::vector<Tensor>& out_order, const std::vector<Tensor>& bricks,
+                                        const std::vector<Tensor>& in_order, const std::vector<Ints>& rules,
+                                        const Tensor& status, bool compact) {
+  const size_t count = out_coords.size();
+  TORCH_CHECK_VALUE(out_count.size() == count && out_order.size() == count && bricks.size() == count &&
+                        in_order.size() == count && rules.size() == count,
+                    "the lists must be equally long");
+  if (count == 0) return {};
+  check_ints("status", status, at::kLong, 4, out_coords[0]);
+  TORCH_CHECK_VALUE(status.size(0) == static_cast<int64_t>(count), "status must be (", count, ", 4), got ",
+                    status.sizes());
   const NormalTensors normal;
-  const Launch on(out_coords.device());
-  const auto [order, schedule, local] = TileTensors(on, args);
-  args.pass_capacity = pass_capacity;
-  args.uniq4_capacity = uniq4_capacity;
-  args.compact = compact;
-  const int64_t most = pass_capacity + empty_passes(static_cast<int>(volume_of(args)));
-  Parts sized;
-  const int64_t passes_at = sized.add(most * 4), frag_at = sized.add(most * kFrags);
-  const int64_t uniq_at = sized.add(uniq4_capacity * 4);
-  const Tensor parts = on.empty({sized.total}, at::kInt), passes = part_of(parts, passes_at, {most, 4});
-  const Tensor frag = part_of(parts, frag_at, {most, kFrags}), uniq = part_of(parts, uniq_at, {uniq4_capacity * 4});
-  args.passes = data<Pass>(passes);
-  args.frag = data<uint32_t>(frag);
-  args.uniq = data<int>(uniq);
-  check_cuda(build_plan(args, on.stream), "build_plan", on.device);
-  return {order, schedule, passes, frag, uniq, local};
+  const Launch on(out_coords[0].device());
+  std::vector<PlanArgs> plans(count);
+  std::vector<SizedPlan> made;
+  for (size_t i = 0; i < count; ++i) {
+    PlanArgs& args = plans[i];
+    TORCH_CHECK_VALUE(out_coords[i].device() == on.device, "out_coords are on several devices");
+    copy_sets(out_coords[i], out_order[i], bricks[i], in_order[i], args);
+    TORCH_CHECK_VALUE(rules[i].size() == 17, "a rule must hold 17 integers, got ", rules[i].size());
+    const auto triple = [&](int at) { return Ints(rules[i].begin() + 3 * at, rules[i].begin() + 3 * at + 3); };
+    copy_rule(triple(0), triple(1), triple(2), triple(3), triple(4), args);
+    args.pass_capacity = rules[i][15];
+    args.uniq4_capacity = rules[i][16];
+    TORCH_CHECK_VALUE(args.pass_capacity >= 0 && args.uniq4_capacity >= 0,
+                      "pass_capacity and uniq4_capacity must not be negative, got ", args.pass_capacity, " and ",
+                      args.uniq4_capacity);
+    args.out_count = sized_count("out_count", out_count[i], out_coords[i]);
+    args.stats = reinterpret_cast<PlanStats*>(data<int64_t>(status) + 4 * i);
+    args.compact = compact;
+    const auto [order, schedule, local] = TileTensors(on, args);
+    const int64_t most = args.pass_capacity + empty_passes(static_cast<int>(volume_of(args)));
+    Parts sized;
+    const int64_t passes_at = sized.add(most * 4), frag_at = sized.add(most * kFrags);
+    const int64_t uniq_at = sized.add(args.uniq4_capacity * 4);
+    const Tensor parts = on.empty({sized.total}, at::kInt), passes = part_of(parts, passes_at, {most, 4});
+    const Tensor frag = part_of(parts, frag_at, {most, kFrags});
+    const Tensor uniq = part_of(parts, uniq_at, {args.uniq4_capacity * 4});
+    args.passes = data<Pass>(passes);
+    args.frag = data<uint32_t>(frag);
+    args.uniq = data<int>(uniq);
+    made.emplace_back(order, schedule, passes, frag, uniq, local);
+  }
+  check_cuda(build_plans(plans.data(), static_cast<int>(count), on.stream), "build_plans", on.device);
+  return made;
+}
+
+SizedPlan plan_sized_cuda(const Tensor& out_coords, const Tensor& out_count, const Tensor& out_order,
+                          const Tensor& bricks, const Tensor& in_order, const Ints& size, const Ints& start,
+                          const Ints& step, const Ints& mul, const Ints& div, int64_t pass_capacity,
+                          int64_t uniq4_capacity, const Tensor& status, bool compact) {
+  sized_status(status, out_coords);
+  Ints rule;
+  for (const Ints* part : {&size, &start, &step, &mul, &div}) {
+    TORCH_CHECK_VALUE(part->size() == 3, "size, start, step, mul and div must hold 3 integers each");
+    rule.insert(rule.end(), part->begin(), part->end());
+  }
+  rule.insert(rule.end(), {pass_capacity, uniq4_capacity});
+  return plans_sized_cuda({out_coords}, {out_count}, {out_order}, {bricks}, {in_order}, {rule}, status.view({1, 4}),
+                          compact)[0];
 }
 
 Tensor plan_to_table_cuda(const std::vector<Tensor>& plan, int64_t n_out) {
@@ -548,6 +583,9 @@ void bind_coords(py::module_& m) {
   m.def("plan_sized", torch::wrap_pybind_function_no_gil(plan_sized_cuda), py::arg("out_coords"), py::arg("out_count"),
         py::arg("out_order"), py::arg("bricks"), py::arg("in_order"), py::arg("size"), py::arg("start"),
         py::arg("step"), py::arg("mul"), py::arg("div"), py::arg("pass_capacity"), py::arg("uniq4_capacity"),
+        py::arg("status"), py::arg("compact") = false);
+  m.def("plans_sized", torch::wrap_pybind_function_no_gil(plans_sized_cuda), py::arg("out_coords"),
+        py::arg("out_count"), py::arg("out_order"), py::arg("bricks"), py::arg("in_order"), py::arg("rules"),
         py::arg("status"), py::arg("compact") = false);
   m.def("plan_to_table", torch::wrap_pybind_function_no_gil(plan_to_table_cuda), py::arg("plan"), py::arg("n_out"));
 }

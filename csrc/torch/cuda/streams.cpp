@@ -1,5 +1,7 @@
-// Waiting for what another stream does (voxmma/_cached.py).
+// Waiting for what another stream does (voxmma/sparse/cached.py).
 #include <memory>
+#include <mutex>
+#include <vector>
 
 #include "../module.h"
 #include "launch.h"
@@ -15,6 +17,46 @@ bool is_capturing(const Launch& on) {
 
 at::Device cuda_device(int64_t index) { return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(index)); }
 
+// Events that are nobody's any more, to be recorded anew: a wait stands for what its event was recorded behind when it was
+// asked for. To make and destroy one costs more than to record it.
+class SpareEvents {
+ public:
+  cudaEvent_t take(at::Device device) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      auto& spare = of(device);
+      if (!spare.empty()) {
+        const cudaEvent_t event = spare.back();
+        spare.pop_back();
+        return event;
+      }
+    }
+    cudaEvent_t event{};
+    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags", device);
+    return event;
+  }
+
+  void give(at::Device device, cudaEvent_t event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    of(device).push_back(event);
+  }
+
+ private:
+  std::vector<cudaEvent_t>& of(at::Device device) {
+    const auto index = static_cast<size_t>(device.index());
+    if (spare_.size() <= index) spare_.resize(index + 1);
+    return spare_[index];
+  }
+
+  std::mutex mutex_;
+  std::vector<std::vector<cudaEvent_t>> spare_;  // by device
+};
+
+SpareEvents& spare_events() {
+  static auto* const made = new SpareEvents;  // outlives the CUDA context, so never destroyed
+  return *made;
+}
+
 // An event behind what a device's current stream had to do when this was made.
 class StreamEvent {
  public:
@@ -22,23 +64,15 @@ class StreamEvent {
   static std::unique_ptr<StreamEvent> record(int64_t device_index) {
     const Launch on(cuda_device(device_index));
     if (is_capturing(on)) return nullptr;
-    cudaEvent_t event{};
-    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags", on.device);
-    std::unique_ptr<StreamEvent> made(new StreamEvent(on.device, event, on.stream));
-    check_cuda(cudaEventRecord(event, on.stream), "cudaEventRecord", on.device);
+    std::unique_ptr<StreamEvent> made(new StreamEvent(on.device, spare_events().take(on.device), on.stream));
+    check_cuda(cudaEventRecord(made->event_, on.stream), "cudaEventRecord", on.device);
     return made;
   }
 
   StreamEvent(const StreamEvent&) = delete;
   StreamEvent& operator=(const StreamEvent&) = delete;
 
-  ~StreamEvent() {  // without the device's context, or after the driver's end, there is nothing to give back
-    try {
-      const Launch on(device_);
-      cudaEventDestroy(event_);
-    } catch (...) {
-    }
-  }
+  ~StreamEvent() { spare_events().give(device_, event_); }
 
   // Makes the device's current stream wait. False where a CUDA graph is captured on it: a graph cannot wait for what it
   // did not capture, so the host has waited instead.

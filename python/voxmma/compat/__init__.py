@@ -73,9 +73,8 @@ def install(
     Args:
         name: 'spconv', 'MinkowskiEngine', 'torchsparse' or 'flex_gemm'.
         use_fp16_accum, accumulator, compute_dtype, out_dtype: what convolutions made from now on start with,
-        as
-            of voxmma.nn.SparseConv3d; a layer's own `fp32_accum` wins. Policies, plans and voxmma.settings
-            work on these layers as on voxmma's. A second call changes these.
+            as of voxmma.nn.SparseConv3d; a layer's own `fp32_accum` wins. Policies, plans and
+            voxmma.settings work on these layers as on voxmma's. A second call changes these.
         options: of 'torchsparse', `version` (1 or 2) and `dilation`: see voxmma.compat.torchsparse.options.
 
     Returns the module.
@@ -101,8 +100,7 @@ def install(
         where = getattr(theirs, "__file__", None) or "no file"
         raise RuntimeError(
             f"{name} has been imported already ({where}): call voxmma.compat.install({name!r}) before "
-            "anything "
-            "imports it"
+            "anything imports it"
         )
     if hasattr(package, "configure"):
         package.configure(**options)

@@ -15,6 +15,13 @@ _lock = threading.Lock()
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def on_host(value: Any) -> torch.Tensor:
+    """A tensor as it is; numpy arrays and numbers on the CPU, whatever torch's default device is."""
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.as_tensor(value, device="cpu", dtype=None)
+
+
 def version(coords: torch.Tensor) -> int:
     """Changes with every write into a tensor, but for those of inference mode, where torch counts none."""
     return -1 if coords.is_inference() else coords._version
@@ -47,7 +54,7 @@ def distinct(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     if len(found) == len(rows):
         return None
     numbers = torch.arange(len(rows), device=rows.device)
-    first = torch.full((len(found),), len(rows), device=rows.device)
+    first = torch.full((len(found),), len(rows), dtype=torch.int64, device=rows.device)
     first = first.scatter_reduce(0, inverse, numbers, "amin")
     first, order = torch.sort(first)
     return first, torch.argsort(order)[inverse]
@@ -55,8 +62,7 @@ def distinct(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 def whole(value: Any, name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """Coordinates as integers: floats are rounded down."""
-    if not isinstance(value, torch.Tensor):
-        value = torch.as_tensor(value)
+    value = on_host(value)
     if value.dim() != 2:
         raise ValueError(f"{name} must be (N, columns), got shape {tuple(value.shape)}")
     return (value.floor() if value.is_floating_point() else value).to(dtype)

@@ -61,11 +61,11 @@ def sparse_conv3d_init(
     size = positive_triple(kernel_size, "kernel_size")
     layer.in_channels, layer.out_channels = in_channels, out_channels
     layer.kernel_size, layer.stride, layer.dilation = size, (1, 1, 1), positive_triple(dilation, "dilation")
-    layer.weight = nn.Parameter(torch.empty(out_channels, *size, in_channels))
+    layer.weight = nn.Parameter(torch.empty(out_channels, *size, in_channels, device=None, dtype=None))
     bound = 1 / math.sqrt(in_channels * math.prod(size))
     nn.init.uniform_(layer.weight, -bound, bound)
     if bias:
-        layer.bias = nn.Parameter(torch.empty(out_channels))
+        layer.bias = nn.Parameter(torch.empty(out_channels, device=None, dtype=None))
         nn.init.uniform_(layer.bias, -bound, bound)
     else:
         layer.register_parameter("bias", None)

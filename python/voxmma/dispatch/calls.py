@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +52,7 @@ def call(
     `then`: what follows it, in the same launch where it can be (`Epilogue.fits`), which `explain` says. A
     call like an earlier one on the same coordinates takes its map, tiles and record over (`Repeat`).
     """
-    key = None
+    key = place = known = None
     if isinstance(x, Voxels):
         if not torch.compiler.is_compiling():
             key = _key(config, x, weight, bias, coords, kernel_map)
@@ -62,14 +61,18 @@ def call(
                 out = again.leads_to(x)
                 if out is not None:
                     return again.run(x, weight, bias, out, then)
+            if key is not None:
+                place = config, x._feats.device, key[1]
+                known = _decided.get(place)
         elif kernel_map is None and not traceable(
             x.coord_set,
             config.geometry,
             config.generative or coords is not None or config.inverse_of is not None,
         ):
             return _outside(config, x, weight, bias, coords, then)
-    fp16_accum_flag(config.use_fp16_accum, config.accumulator)
-    _check_operands(x, weight, bias, config.volume, config.groups)
+    if known is None:  # else operands like these have been checked
+        fp16_accum_flag(config.use_fp16_accum, config.accumulator)
+        _check_operands(x, weight, bias, config.volume, config.groups)
     if x._coord_set.repeated is not None:
         key, x = None, x.sites()
     if kernel_map is None and not torch.compiler.is_compiling():
@@ -78,13 +81,8 @@ def call(
     if config.transposed and mapping.symmetric:
         key = None
         weight = weight.flip(0)  # the opposite direction of a symmetric map is the map with mirrored offsets
-    dtype = _compute_dtype(config, x.feats, weight, bias)
-    wide = config.out_dtype == torch.float32 and dtype != torch.float64
-    if config.out_dtype not in (None, dtype) and not wide:
-        raise ValueError(
-            f"out_dtype must be {dtype} or torch.float32 when computing in {dtype}, got {config.out_dtype}"
-        )
-    made = _convolve(config, x.feats, weight, bias, mapping, dtype, then)
+    dtype = _compute_dtype(config, x.feats, weight, bias) if known is None else known.dtype
+    made = _convolve(config, x.feats, weight, bias, mapping, dtype, place, then)
     rows, feats = out.expand(made.y)
     if key is not None and rows is out:
         _keep(key, config, x, mapping, stride, coords is not None, kernel_map is not None, made)
@@ -120,10 +118,18 @@ _WIDER = {
 def _compute_dtype(config: ConvConfig, x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
     """The argument, else the active autocast dtype (fp64 stays fp64, as in torch), else the features' own.
 
-    ValueError where that is left to features that are wider than the parameters.
+    ValueError where that is left to features that are wider than the parameters, or `out_dtype` does not fit.
     """
-    if config.compute_dtype is not None:
-        return config.compute_dtype
+    dtype = config.compute_dtype or _dtype_of_operands(x, weight, bias)
+    wide = config.out_dtype == torch.float32 and dtype != torch.float64
+    if config.out_dtype not in (None, dtype) and not wide:
+        raise ValueError(
+            f"out_dtype must be {dtype} or torch.float32 when computing in {dtype}, got {config.out_dtype}"
+        )
+    return dtype
+
+
+def _dtype_of_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     for name, tensor in (("weight", weight), ("bias", bias)):
@@ -171,6 +177,84 @@ def _check_operands(
     return c_out
 
 
+# ---- what is decided ---------------------------------------------------------------------------------------
+
+
+class _Decision(NamedTuple):
+    """Accumulator and tiles of a call, and what they were decided by beside its configuration and the types
+    and shapes of its operands: settings, records of the gate and of the tuner, torch's TF32 switches."""
+
+    dtype: torch.dtype
+    """that is computed in"""
+    requested: bool
+    decided_by: str
+    plan: Plan
+    chunk: int
+    scaled: bool
+    runtime: settings.Settings
+    environment: settings.Settings
+    tuned: int
+    """measurements.generation()"""
+    gate: str | None
+    """validation.stamp(); None where no validation record can decide"""
+    switches: str | None
+    """torchflags.process_fp32_precision(); None where that does not matter"""
+
+    def holds(self) -> bool:
+        """Whether it would be decided alike now."""
+        runtime, environment = settings.state()
+        return (
+            self.runtime is runtime
+            and self.environment is environment
+            and self.tuned == measurements.generation()
+            and (self.gate is None or self.gate == validation.stamp())
+            and (self.switches is None or self.switches == torchflags.process_fp32_precision())
+        )
+
+
+Place = tuple[ConvConfig, torch.device, bytes]
+"""configuration, device, and facts of the operands as in a `Key`"""
+
+#: Calls whose operands were found to be right, for those on new coordinates.
+_decided: dict[Place, _Decision] = {}
+
+
+def _decision(
+    config: ConvConfig, weight: Tensor, device: torch.device, dtype: torch.dtype, place: Place | None
+) -> _Decision:
+    """The decision for a call that computes in `dtype`; kept where it has a `place`."""
+    if place is None:
+        return _decide(config, weight, device, dtype)
+    found = _decided.get(place)
+    if found is None or not found.holds():
+        found = _decide(config, weight, device, dtype)
+        if len(_decided) >= 4096:
+            _decided.clear()
+        _decided[place] = found
+    return found
+
+
+def _decide(config: ConvConfig, weight: Tensor, device: torch.device, dtype: torch.dtype) -> _Decision:
+    (runtime, environment), tuned = settings.state(), measurements.generation()
+    accumulator, groups = config.accumulator, config.groups
+    flag = fp16_accum_flag(config.use_fp16_accum, accumulator)
+    chunk = 0 if accumulator is None else parse_accumulator(accumulator)[1]
+    requested, decided_by = settings.resolve_fp16_accum(flag, dtype)
+    # From the weight: torch.compile may treat the features' channels as variable, a parameter's never.
+    c_in, c_out = weight.shape[-2] * groups, weight.shape[-1] * groups
+    pools = settings.get_pools(dtype)
+    evidence = switches = None
+    if not torch.compiler.is_compiling():
+        evidence = validation.stamp() if asks_gate(dtype, requested, device, pools) else None
+        said = runtime.fp32_precision or environment.fp32_precision
+        switches = pools[4] if dtype == torch.float32 and said is None else None
+    volume = weight.shape[0]
+    plan = plan_call(dtype, requested, decided_by, c_in, c_out, groups, device, pools, chunk, volume)
+    scaled = rescaled(dtype, plan[0], decided_by, settings.get_fp16_rescale())
+    found = dtype, requested, decided_by, plan, chunk, scaled
+    return _Decision(*found, runtime, environment, tuned, evidence, switches)
+
+
 # ---- a repeated call ---------------------------------------------------------------------------------------
 
 Key = tuple[Any, ...]
@@ -204,8 +288,7 @@ def _key(
     return (config, facts, id(coords), None) if isinstance(coords, CoordSet) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
+class _Route(NamedTuple):
     """Where a call that is not submanifold with an odd kernel leads, and what may change about that."""
 
     target: weakref.ref[CoordSet] | None
@@ -243,25 +326,17 @@ class _Route:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class Repeat:
+class Repeat(NamedTuple):
     """What a call decided, kept on the coordinates of its input for the calls that are like it.
 
     A layer runs many times with the same arguments; all but the first find their map, tiles and record here.
-    What the arguments do not say is compared at every call: settings, records of the gate and of the tuner,
-    torch's TF32 switches, the sets that strided layers link.
+    What the arguments do not say is compared at every call: that the decision holds, the sets that strided
+    layers link.
     """
 
     core: MapCore
     reverse: bool
-    runtime: settings.Settings
-    environment: settings.Settings
-    gate: str | None
-    """validation.stamp() of the decision; None where no validation record can decide it"""
-    tuned: int
-    """measurements.generation() of the decision"""
-    switches: str | None
-    """torchflags.process_fp32_precision() of the decision; None where that does not matter"""
+    decision: _Decision
     op: Callable[..., Tensor]
     operands: tuple[Any, ...]
     """the op's arguments from `map` on"""
@@ -277,16 +352,7 @@ class Repeat:
 
     def leads_to(self, x: Voxels) -> CoordSet | None:
         """Where the outputs of a call with this key are; None where it might be decided otherwise now."""
-        runtime, environment = settings.state()
-        holds = (
-            self.runtime is runtime
-            and self.environment is environment
-            and not self.core.freed
-            and self.tuned == measurements.generation()
-            and (self.gate is None or self.gate == validation.stamp())
-            and (self.switches is None or self.switches == torchflags.process_fp32_precision())
-        )
-        if not holds:
+        if self.core.freed or not self.decision.holds():
             return None
         return x._coord_set if self.route is None else self.route.leads_to(x)
 
@@ -348,7 +414,7 @@ def _keep(
     repeat = Repeat(
         mapping.core,
         mapping.reverse,
-        *made.stamps,
+        made.decision,
         made.op,
         made.operands,
         _C.PreparedConv(*made.operands) if plain else None,
@@ -381,8 +447,7 @@ class _Result(NamedTuple):
     op: Callable[..., Tensor]
     operands: tuple[Any, ...]
     """the op's arguments from `map` on"""
-    stamps: tuple[settings.Settings, settings.Settings, str | None, int, str | None]
-    """runtime, environment, gate, tuned, switches of `Repeat`"""
+    decision: _Decision
     applied: tuple[str, ...] = ()
     """what the launch did besides, by name"""
 
@@ -417,30 +482,12 @@ def _convolve(
     bias: Tensor | None,
     mapping: KernelMap,
     compute_dtype: torch.dtype,
+    place: Place | None = None,
     then: Epilogue | None = None,
 ) -> _Result:
-    (runtime, environment), tuned = settings.state(), measurements.generation()
-    accumulator, groups, device = config.accumulator, config.groups, feats.device
-    flag = fp16_accum_flag(config.use_fp16_accum, accumulator)
-    chunk = 0 if accumulator is None else parse_accumulator(accumulator)[1]
-    requested, decided_by = settings.resolve_fp16_accum(flag, compute_dtype)
-    # From the weight: torch.compile may treat the features' channels as variable, a parameter's never.
-    c_in, c_out = weight.shape[-2] * groups, weight.shape[-1] * groups
-    pools = settings.get_pools(compute_dtype)
-    plan = plan_call(
-        compute_dtype,
-        requested,
-        decided_by,
-        c_in,
-        c_out,
-        groups,
-        device,
-        pools,
-        chunk,
-        weight.shape[0],
-    )
+    decision = _decision(config, weight, feats.device, compute_dtype, place)
+    _, requested, decided_by, plan, chunk, scaled = decision[:6]
     ran, _, tile, dgrad_tile, wgrad_tile = plan
-    scaled = rescaled(compute_dtype, ran, decided_by, settings.get_fp16_rescale())
     needs_grad = torch.is_grad_enabled() and feats.requires_grad  # the weight gradient runs over `mapping`
     opposite = [] if mapping.symmetric or not needs_grad else mapping.transposed().tensors
     x = feats if feats.dtype == compute_dtype else feats.to(compute_dtype)
@@ -457,16 +504,11 @@ def _convolve(
         y = _launch(launch, (x, weight, bias, shared[0], *shared[2:], ran, tile, written))
     else:
         y = _launch(op, (x, weight, bias, *operands))
-    parts = _parts(tile, weight, mapping, device)
+    parts = _parts(tile, weight, mapping, feats.device)
     record = _record(config.layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
     notify(record)
     observe(x, weight, bias, mapping, y, record)
-    evidence = switches = None
-    if not torch.compiler.is_compiling():
-        evidence = validation.stamp() if asks_gate(compute_dtype, requested, device, pools) else None
-        said = runtime.fp32_precision or environment.fp32_precision
-        switches = pools[4] if compute_dtype == torch.float32 and said is None else None
-    return _Result(y, record, op, operands, (runtime, environment, evidence, tuned, switches), applied)
+    return _Result(y, record, op, operands, decision, applied)
 
 
 def _may_fuse(*operands: Tensor | None) -> bool:

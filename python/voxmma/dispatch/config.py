@@ -19,6 +19,7 @@ from voxmma.sparse.maps import (
     MAX_STRIDE,
     Geometry,
     check_outputs,
+    geometry_of,
     output_padding_triple,
     padding_triple,
 )
@@ -41,10 +42,9 @@ def stride_triple(stride: KernelSize) -> Triple:
     return triple(stride, "stride", 1, MAX_STRIDE)
 
 
-def check_window(
-    size: Triple, stride: Triple, dilation: Triple, padding: Triple, generative: bool = False
-) -> None:
-    """ValueError if `padding` shifts the window of a layer whose outputs are the voxels of its input."""
+def check_window(geometry: Geometry, generative: bool = False) -> None:
+    """ValueError if the padding shifts the window of a layer whose outputs are the voxels of its input."""
+    size, stride, dilation, padding = geometry
     if stride != (1, 1, 1) or generative:
         return
     usual = padding_triple(None, size, dilation)
@@ -103,6 +103,7 @@ class ConvConfig:
     outputs: str = "windows"
     map_key: str | None = None
     inverse_of: str | None = None
+    geometry: Geometry = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -110,9 +111,10 @@ class ConvConfig:
         self._put("kernel_size", size)
         self._put("stride", stride_triple(self.stride))
         self._put("dilation", dilation)
+        self._put("geometry", geometry_of(size, dilation, self.stride, self.padding))
         self._put("groups", positive(self.groups, "groups"))
         if self.padding is not None:
-            self._put("padding", padding_triple(self.padding, size, dilation))
+            self._put("padding", self.geometry.padding)
         check_outputs(self.outputs)
         for name in ("map_key", "inverse_of"):
             key = getattr(self, name)
@@ -146,11 +148,6 @@ class ConvConfig:
     def volume(self) -> int:
         """Number of offsets K."""
         return math.prod(self.kernel_size)
-
-    @property
-    def geometry(self) -> Geometry:
-        padding = padding_triple(self.padding, self.kernel_size, self.dilation)
-        return Geometry(self.kernel_size, self.stride, self.dilation, padding)
 
 
 _known: dict[tuple[Any, ...], ConvConfig] = {}

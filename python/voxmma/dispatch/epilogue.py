@@ -80,7 +80,7 @@ class Epilogue:
         mean, var, scale, shift, eps, _ = self.norm or (None, None, None, None, 0.0, "")
         kind, slope, _ = self.activation or ("none", 0.0, "")
         rows = None if self.residual is None else self.residual._feats
-        return op(x, weight, bias, scale, shift, mean, var, eps, rows, kind, slope, None)
+        return op(x, weight, bias, scale, shift, mean, var, eps, rows, kind, slope)
 
     def names(self) -> tuple[str, ...]:
         """What `explain` lists where one launch did it."""

@@ -1,9 +1,9 @@
 """`with voxmma.audit() as log:` lists every launch as it happens, backward ones included.
 
-The log is taken where torch dispatches `torch.ops.voxmma.conv`, `conv_rescaled` and `conv_wgrad`, below
-autograd and autocast: what it shows are the arguments that reached the kernels, not what anybody meant to ask
-for. The record of each convolution call (voxmma.explain) adds the layer, the level that decided, and the
-reason.
+The log is taken where torch dispatches `torch.ops.voxmma.conv`, `conv_fused`, `conv_rescaled` and
+`conv_wgrad`, below autograd and autocast: what it shows are the arguments that reached the kernels, not what
+anybody meant to ask for. The record of each convolution call (voxmma.explain) adds the layer, the level that
+decided, and the reason.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from torch.utils._python_dispatch import (
 from voxmma._types import DTYPE_NAMES
 from voxmma.dispatch.record import Record
 from voxmma.ops.kernels import chunk_of
+
+_LAUNCHES = frozenset(
+    f"voxmma::{name}" for name in ("conv", "conv_fused", "conv_fused_into", "conv_rescaled", "conv_wgrad")
+)
 
 
 @dataclass(frozen=True)
@@ -109,10 +113,10 @@ class audit(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if name in ("voxmma::conv", "voxmma::conv_rescaled", "voxmma::conv_wgrad"):
+        if name in _LAUNCHES:
             names = [argument.name for argument in func._schema.arguments]
             given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-            self._log(name.removeprefix("voxmma::"), given, result)
+            self._log(name.removeprefix("voxmma::"), given, given.get("out", result))
         return result
 
     def _log(self, name: str, given: dict[str, Any], result: torch.Tensor) -> None:

@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 
 from voxmma._types import Triple, as_tensor
-from voxmma.dispatch.config import ConvConfig, check_window
+from voxmma.dispatch.config import ConvConfig, KernelSize, check_window
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.keyed import inverse_map, keep_map
-from voxmma.sparse.maps import KernelMap
-from voxmma.sparse.maps import kernel_map as build_kernel_map
+from voxmma.sparse.maps import Geometry, KernelMap, map_over
 from voxmma.sparse.tensor import Voxels
 
 Target = Voxels | CoordSet | torch.Tensor
@@ -20,10 +19,9 @@ Target = Voxels | CoordSet | torch.Tensor
 class Window(NamedTuple):
     """What a map is resolved by, with the names of `ConvConfig`: of a pooling."""
 
-    kernel_size: Triple
-    stride: Triple
-    dilation: Triple
-    padding: Triple | None
+    geometry: Geometry
+    padding: KernelSize | None
+    """None: not said"""
     transposed: bool = False
     generative: bool = False
     max_voxels: int | None = None
@@ -39,44 +37,31 @@ def resolve_map(
     """The map a layer runs over, its output coordinates and their tensor stride.
 
     `config`: geometry and outputs of it count here. The others as in `spatially_sparse_conv`, `given` its
-    `kernel_map`.
+    `kernel_map`, whose padding counts where the call has not said any.
     """
-    kernel_size, stride, dilation = config.kernel_size, config.stride, config.dilation
-    padding, transposed = config.padding, config.transposed
+    geometry, transposed = config.geometry, config.transposed
+    stride = geometry.stride
     if config.inverse_of is not None:
         if coords is not None or given is not None or not transposed:
             raise ValueError("inverse_of goes with transposed=True, and without coords and kernel_map")
         made = inverse_map(config.inverse_of, x.coord_set)
         stride = made.stride
-        _check_map(made, x, {"kernel_size": kernel_size}, transposed)
+        _check_map(made, x, geometry, ("kernel_size",), transposed)
     elif given is None:
         target = coords.coord_set if isinstance(coords, Voxels) else as_tensor(coords, "coords")
         if isinstance(target, torch.Tensor):
             target = CoordSet.of(target, x.batch_size)
         if target is not None and not isinstance(target, CoordSet):
             raise TypeError(f"coords must be a Voxels, a CoordSet or a tensor, got {type(coords).__name__}")
-        if padding is not None and target is None and stride == (1, 1, 1):
-            check_window(kernel_size, stride, dilation, padding, config.generative)
-        made = build_kernel_map(
-            x.coord_set,
-            kernel_size,
-            dilation=dilation,
-            stride=stride,
-            padding=padding,
-            out_coords=target,
-            transposed=transposed,
-            generative=config.generative,
-            max_voxels=config.max_voxels,
-            output_padding=config.output_padding,
-            outputs=config.outputs,
-        )
+        if config.padding is not None and target is None and stride == (1, 1, 1):
+            check_window(geometry, config.generative)
+        outputs = config.outputs, config.max_voxels, config.output_padding
+        made = map_over(x._coord_set, geometry, target, transposed, config.generative, *outputs)
     else:
         if coords is not None:
             raise ValueError("coords and kernel_map exclude each other: the map leads to its own coordinates")
-        geometry = {"kernel_size": kernel_size, "dilation": dilation, "stride": stride}
-        if padding is not None:
-            geometry["padding"] = padding
-        _check_map(given, x, geometry, transposed)
+        said = Geometry._fields if config.padding is not None else ("kernel_size", "stride", "dilation")
+        _check_map(given, x, geometry, said, transposed)
         made = given
     if config.map_key is not None and not torch.compiler.is_compiling():
         keep_map(config.map_key, made)
@@ -88,11 +73,14 @@ def resolve_map(
     return made, made.out_coords, (a, b, c)
 
 
-def _check_map(given: KernelMap, x: Voxels, geometry: dict[str, Triple], transposed: bool) -> None:
+def _check_map(
+    given: KernelMap, x: Voxels, geometry: Geometry, said: tuple[str, ...], transposed: bool
+) -> None:
+    """`said`: fields of `geometry` that the map has to agree with."""
     if not isinstance(given, KernelMap):
         raise TypeError(f"kernel_map must be a voxmma.KernelMap, got {type(given).__name__}")
-    for name, mine in geometry.items():
-        theirs = getattr(given, name)
+    for name in said:
+        mine, theirs = getattr(geometry, name), getattr(given, name)
         if theirs != mine:
             raise ValueError(f"kernel_map was built for {name}={theirs}, the call says {mine}")
     if given.device != x.feats.device:

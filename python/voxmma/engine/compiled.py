@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -37,6 +37,9 @@ MARGIN = 1.25
 """room that the input, a level and a map's plan have beyond what the examples need"""
 _LEAST = 64  # rows of a level
 _MOST_ROWS = min(segments.BLOCK**ops.LEVELS, DEFAULT_MAX_VOXELS)
+
+
+_capturing = threading.Lock()  # one graph at a time
 
 
 def _is_voxels(value: Any) -> bool:
@@ -70,10 +73,60 @@ def _needs(roots: Sequence[CoordSet]) -> dict[Path, int]:
     return found
 
 
-def _merge(found: dict[Path, int], more: Mapping[Path, int]) -> None:
-    """The larger share of the parent's rows of each level, in `found` as needs of the same roots."""
-    for path, need in more.items():
-        found[path] = max(found.get(path, 0), need)
+@dataclass
+class _Survey:
+    """What the examples take."""
+
+    needs: dict[Path, int]
+    """rows of every level"""
+    shares: dict[Path, float]
+    """largest share of its input's rows that a level has"""
+    boxes: list[Bounds]
+    """around the rows of every input"""
+
+    @classmethod
+    def of(cls, model: Callable[..., Any], examples: Sequence[Sequence[Any]], spec: Any) -> _Survey:
+        """Runs the network on copies of the examples."""
+        found = cls({}, {}, [])
+        for one in examples:
+            fresh = [_fresh(leaf) for leaf in one]
+            model(*pytree.tree_unflatten(fresh, spec))
+            roots = [leaf.coord_set for leaf in fresh if isinstance(leaf, Voxels)]
+            needs, boxes = _needs(roots), [_box(root) for root in roots]
+            for path, need in needs.items():
+                found.needs[path] = max(found.needs.get(path, 0), need)
+                share = need / max(needs[path[:1]], 1)
+                found.shares[path] = max(found.shares.get(path, 0.0), share)
+            found.boxes = [_around(a, b) for a, b in zip(found.boxes or boxes, boxes, strict=True)]
+        return found
+
+    def capacity(self, given: int | None) -> int:
+        """Rows of an input."""
+        most = max(need for path, need in self.needs.items() if len(path) == 1)
+        made = math.ceil(MARGIN * max(most, _LEAST)) if given is None else positive(given, "capacity")
+        if most > made:
+            raise ValueError(f"capacity is {made:,}, an example has {most:,} voxels")
+        if made > _MOST_ROWS:
+            raise ValueError(f"capacity is {made:,}, at most {_MOST_ROWS:,} are possible")
+        return made
+
+    def capacities(self, first: int, boxes: Sequence[Bounds]) -> dict[Path, int]:
+        """Of every level: the input's, times the level's share in the examples, with room."""
+        found: dict[Path, int] = {}
+        bounds: dict[Path, Bounds] = {}
+        for path in sorted(self.needs, key=len):
+            if len(path) == 1:
+                found[path], bounds[path] = first, boxes[path[0]]
+                continue
+            above, key = path[:-1], path[-1]
+            size, stride, dilation, _ = key.geometry
+            bounds[path] = box = reach(bounds[above], *key)
+            wanted = max(math.ceil(first * self.shares[path] * MARGIN), _LEAST)
+            tight = not key.to_children and size == stride and dilation == (1, 1, 1)
+            most = found[above] if tight else math.prod(size) * found[above]
+            cells = math.prod(box[4 + axis] - box[axis] + 1 for axis in range(4))
+            found[path] = max(1, min(wanted, most, cells, _MOST_ROWS))
+        return found
 
 
 @dataclass(frozen=True)
@@ -167,6 +220,8 @@ class _Instance:
     graph: Any = None
     status: Tensor | None = None
     """(reports, 4) int64"""
+    limits: list[tuple[int, int]] = field(default_factory=list)
+    """on a GPU: passes and units of 4 unique rows that each map's plan may have"""
     pool: int = 0
     """bytes that the graph works in"""
 
@@ -200,6 +255,7 @@ class Engine:
         self.device = device
         self.grow = grow
         self._needs = list(needs)
+        self._roots = [number for number, level in enumerate(program.levels) if level.parent < 0]
         self._flags = torchflags.snapshot()
         self._lock = threading.RLock()
         self._last: Any = None
@@ -257,12 +313,11 @@ class Engine:
     # ---- buffers and graph
 
     def _build(self, capacities: list[int], rooms: list[float]) -> _Instance:
-        roots = [number for number, level in enumerate(self._program.levels) if level.parent < 0]
         buffers: list[Tensor] = []
         with torch.inference_mode(False), torch.no_grad():
             for given in self._inputs:
                 if given.sparse:
-                    rows = capacities[roots[given.root]]
+                    rows = capacities[self._root(given)]
                     buffers.append(torch.zeros((rows, 4), dtype=torch.int32, device=self.device))
                     buffers.append(torch.zeros((rows, *given.shape), dtype=given.dtype, device=self.device))
                     buffers.append(torch.zeros(1, dtype=torch.int64, device=self.device))
@@ -270,10 +325,18 @@ class Engine:
                     buffers.append(torch.zeros(given.shape, dtype=given.dtype, device=self.device))
             made = _Instance(capacities, rooms, buffers, {})
             if self.device.type == "cuda":
+                made.limits = [
+                    self._plan_capacity(number, capacities, room) for number, room in enumerate(rooms)
+                ]
                 with torchflags.preserved():  # of whenever it grows
                     torchflags.restore(self._flags)
                     self._capture(made)
         return made
+
+    def _plan_capacity(self, number: int, capacities: Sequence[int], room: float) -> tuple[int, int]:
+        plan = self._program.plans[number]
+        rows = capacities[plan.source], capacities[plan.target]
+        return ops.plan_capacity(plan.geometry, plan.reverse, *rows, room)
 
     @_surroundings.undisturbed()
     def _run(self, made: _Instance, lanes: bool = False) -> None:
@@ -284,7 +347,7 @@ class Engine:
 
     def _capture(self, made: _Instance) -> None:
         """The program as a CUDA graph, after one run that loads what is loaded once."""
-        with torch.cuda.device(self.device):
+        with _capturing, torch.cuda.device(self.device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -381,8 +444,7 @@ class Engine:
         return found
 
     def _root(self, given: Input) -> int:
-        roots = [number for number, level in enumerate(self._program.levels) if level.parent < 0]
-        return roots[given.root] if given.sparse else -1
+        return self._roots[given.root] if given.sparse else -1
 
     def _flat(self, inputs: tuple[Any, ...]) -> list[Any]:
         """The inputs flat, pairs for Voxels not taken apart."""
@@ -397,6 +459,7 @@ class Engine:
         )
         raise TypeError(f"expected inputs built as {wanted}, got {got}".replace("'", ""))
 
+    @_surroundings.undisturbed()
     def _frame(self, frame: list[Any]) -> Result:
         """Enqueues a frame. Under the lock."""
         wanted = {}
@@ -460,7 +523,7 @@ class Engine:
         event = None
         status = made.status
         if made.graph is not None:
-            status = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
+            status = torch.empty(status.shape, dtype=status.dtype, device="cpu", pin_memory=True)
             status.copy_(made.status, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
@@ -606,6 +669,8 @@ class Result:
                 factor = self._lacking(number, values)
                 if factor:
                     rooms[number] = factor
+            elif report.kind == "points" and values[0] >= 0:
+                raise ValueError(f"points row {values[0]} is not finite, or of a sample that is not there")
             elif report.kind == "dense" and values[0] >= 0:
                 raise ValueError(
                     f"a voxel of level {number} (row {values[0]}) lies outside of the dense grid"
@@ -629,16 +694,11 @@ class Result:
 
     def _lacking(self, number: int, values: list[int]) -> float:
         """Room that a plan needs, 0 where it has it."""
-        engine, made = self._engine, self._made
-        if engine.device.type != "cuda":
+        limits = self._made.limits
+        if not limits or (values[0] <= limits[number][1] and values[1] <= limits[number][0]):
             return 0.0
-        plan = engine._program.plans[number]
-        sizes = (plan.geometry, plan.reverse, made.capacities[plan.source], made.capacities[plan.target])
-        passes, uniq = ops.plan_capacity(*sizes, made.rooms[number])
-        if values[0] <= uniq and values[1] <= passes:
-            return 0.0
-        usual = ops.plan_capacity(*sizes, 1.0)
-        return MARGIN * max(values[1] / usual[0], values[0] / usual[1])
+        passes, units = self._engine._plan_capacity(number, self._made.capacities, 1.0)
+        return MARGIN * max(values[1] / passes, values[0] / units)
 
     def _judge_input(self, level: int, values: list[int]) -> None:
         engine = self._engine
@@ -657,6 +717,7 @@ class Result:
             row, twin = values[2] >> 32, values[2] & 0xFFFFFFFF
             raise ValueError(f"coords rows {twin} and {row} are the same voxel {tuple(coords[row].tolist())}")
 
+    @_surroundings.undisturbed()
     def _build(self) -> Any:
         engine, program = self._engine, self._engine._program
         sets: dict[int, CoordSet] = {}
@@ -740,29 +801,14 @@ def compile(
             raise ValueError(f"the example is on {device} and {leaf.device}")
     batch = max(leaf.batch_size for one in examples for leaf in one if isinstance(leaf, Voxels))
     given = [replace(one, batch_size=batch) if one.sparse else one for one in given]
-    if capacity is not None:
-        capacity = positive(capacity, "capacity")
     with torch.inference_mode(False), torch.no_grad():
-        needs: dict[Path, int] = {}
-        boxes: list[Bounds] = []
-        for number, one in enumerate(examples):
-            fresh = [_fresh(leaf) for leaf in one]
-            model(*pytree.tree_unflatten(fresh, spec))
-            roots = [leaf.coord_set for leaf in fresh if isinstance(leaf, Voxels)]
-            _merge(needs, _needs(roots))
-            found = [_box(root) for root in roots]
-            boxes = found if not number else [_around(a, b) for a, b in zip(boxes, found, strict=True)]
+        survey = _Survey.of(model, examples, spec)
+        first = survey.capacity(capacity)
         wanted = [
             _wanted_bounds(bounds, box, batch, one.spatial_shape)
-            for box, one in zip(boxes, (one for one in given if one.sparse), strict=True)
+            for box, one in zip(survey.boxes, (one for one in given if one.sparse), strict=True)
         ]
-        roots_need = [needs[(number,)] for number in range(len(boxes))]
-        first = capacity if capacity is not None else math.ceil(MARGIN * max(*roots_need, _LEAST))
-        if max(roots_need) > first:
-            raise ValueError(f"capacity is {first:,}, an example has {max(roots_need):,} voxels")
-        if first > _MOST_ROWS:
-            raise ValueError(f"capacity is {first:,}, at most {_MOST_ROWS:,} are possible")
-        capacities = _capacities(needs, first, wanted)
+        capacities = survey.capacities(first, wanted)
         taken = _sizes(model, examples)
         runs = []
         for shift, half in ((0, False), (7, True)):
@@ -770,22 +816,22 @@ def compile(
             runs.append(
                 (recorder, _record(recorder, model, leaves, spec, given, wanted, first, half, check_finite))
             )
-    (recorder, program), (second, _) = runs
-    program.steps, program.consts = join(recorder, second)
-    with torch.inference_mode(False), torch.no_grad():
-        program.consts = [tensor.detach().clone() for tensor in program.consts]
-        program.optimise(recorder.dtypes)
+        (recorder, program), (second, _) = runs
+        program.steps, program.consts = join(recorder, second)
+        with _surroundings.undisturbed():
+            program.consts = [tensor.detach().clone() for tensor in program.consts]
+            program.optimise(recorder.dtypes)
     made = [capacities[level.path] for level in program.levels]
     for number, rows in (levels or {}).items():
         if not 0 <= number < len(made):
             raise ValueError(f"levels has {number}, the network's levels are 0 to {len(made) - 1}")
         made[number] = positive(rows, f"levels[{number}]")
-        need = needs.get(program.levels[number].path, 0)
+        need = survey.needs[program.levels[number].path]
         if made[number] < need:
             raise ValueError(f"levels[{number}] is {made[number]:,}, an example needs {need:,} rows there")
     engine = Engine(
         program, given, spec, made, [MARGIN] * len(program.plans), device, True,
-        [needs.get(level.path, 0) for level in program.levels],
+        [survey.needs[level.path] for level in program.levels],
     )  # fmt: skip
     for one in examples:  # rooms of plans are learnt here
         engine(*pytree.tree_unflatten(one, spec)).check()
@@ -798,6 +844,7 @@ def _as_inputs(example: Any) -> list[Any]:
     return list(example) if isinstance(example, tuple) else [example]
 
 
+@_surroundings.undisturbed()
 def _fresh(leaf: Any) -> Any:
     """A copy: of Voxels on a set of their own that nothing was made from yet."""
     if not isinstance(leaf, Voxels):
@@ -809,6 +856,7 @@ def _fresh(leaf: Any) -> Any:
     return Voxels._make(copied, leaf.feats.detach().clone(), leaf.stride)
 
 
+@_surroundings.undisturbed()
 def _box(coords: CoordSet) -> Bounds:
     """The box around a set's rows."""
     if not coords.num:
@@ -819,26 +867,6 @@ def _box(coords: CoordSet) -> Bounds:
 
 def _around(a: Bounds, b: Bounds) -> Bounds:
     return (*map(min, a[:4], b[:4]), *map(max, a[4:], b[4:]))
-
-
-def _capacities(needs: Mapping[Path, int], first: int, boxes: Sequence[Bounds]) -> dict[Path, int]:
-    """Of every level: the input's, times the level's share in the examples, with room."""
-    found: dict[Path, int] = {}
-    bounds: dict[Path, Bounds] = {}
-    for path in sorted(needs, key=len):
-        if len(path) == 1:
-            found[path], bounds[path] = first, boxes[path[0]]
-            continue
-        above, key = path[:-1], path[-1]
-        geometry, to_children, _ = key
-        bounds[path] = box = reach(bounds[above], *key)
-        share = needs[path] / max(needs[path[:1]], 1)
-        wanted = max(math.ceil(first * share * MARGIN), _LEAST)
-        tight = not to_children and geometry.kernel_size == geometry.stride and geometry.dilation == (1, 1, 1)
-        most = found[above] if tight else math.prod(geometry.kernel_size) * found[above]
-        cells = math.prod(box[4 + axis] - box[axis] + 1 for axis in range(4))
-        found[path] = max(1, min(wanted, most, cells, _MOST_ROWS))
-    return found
 
 
 def _sizes(model: Any, examples: Sequence[Sequence[Any]]) -> set[int]:
@@ -864,43 +892,53 @@ def _record(
     check_finite: bool,
 ) -> Program:
     """Runs the network on sized sets; with `half`, of every other row of the example, in another order."""
-    inputs: list[Ref] = []
-    filled: list[Any] = []
-    with torch.random.fork_rng(devices=[]):
-        for leaf, one in zip(leaves, given, strict=True):
-            if not one.sparse:
-                tensor = leaf.detach().clone()
-                inputs.append(recorder.give(tensor))
-                filled.append(tensor)
-                continue
-            coords, feats = leaf.coords, leaf.feats
-            if half:
-                coords, feats = coords.flip(0)[::2], feats.flip(0)[::2]
-            level = recorder.level((one.root,), -1, bounds[one.root], capacity)
-            rows = recorder.levels[level].marker
-            buffers = (coords.new_zeros((rows, 4)), feats.new_zeros((rows, *one.shape)))
-            buffers[0][: len(coords)], buffers[1][: len(feats)] = coords, feats.detach()
-            count = torch.full((1,), len(coords), dtype=torch.int64, device=coords.device)
-            inputs += [recorder.give(t) for t in (*buffers, count)]
-            with recorder:
-                *index, status = torch.ops.voxmma.sized_index(buffers[0], count, list(bounds[one.root]))
-                recorder.report("index", level, status)
-                if check_finite:
-                    recorder.report("finite", one.root, torch.ops.voxmma.sized_finite(buffers[1], count))
-            parts = (buffers[0], count, *index)
-            made = NetworkSet.make(
-                recorder, level, parts, one.batch_size, bounds[one.root], one.spatial_shape
-            )
-            filled.append(Voxels._make(made, buffers[1], one.stride))
-        with recorder:
-            out = model(*pytree.tree_unflatten(filled, spec))
+    inputs, filled = _inputs(recorder, leaves, given, bounds, capacity, half, check_finite)
+    with torch.random.fork_rng(devices=[]), recorder:
+        out = model(*pytree.tree_unflatten(filled, spec))
     flat, form = pytree.tree_flatten(out, is_leaf=_is_voxels)
     outputs = [recorder.output(leaf) for leaf in flat]
-    counts = [
-        recorder.place(next(s.count for s in recorder.sets if s.level == n))
-        for n in range(len(recorder.levels))
-    ]
+    counts = [recorder.place(recorder.count(number)) for number in range(len(recorder.levels))]
     return Program(
         recorder.levels, recorder.plans, inputs, recorder.steps, recorder.consts, counts, recorder.reports,
         outputs, form,
     )  # fmt: skip
+
+
+@_surroundings.undisturbed()
+def _inputs(
+    recorder: Recorder,
+    leaves: Sequence[Any],
+    given: Sequence[Input],
+    bounds: Sequence[Bounds],
+    capacity: int,
+    half: bool,
+    check_finite: bool,
+) -> tuple[list[Ref], list[Any]]:
+    """The program's inputs, and what the network is given for them."""
+    inputs: list[Ref] = []
+    filled: list[Any] = []
+    for leaf, one in zip(leaves, given, strict=True):
+        if not one.sparse:
+            tensor = leaf.detach().clone()
+            inputs.append(recorder.input(tensor))
+            filled.append(tensor)
+            continue
+        coords, feats = leaf.coords, leaf.feats.detach()
+        if half:
+            coords, feats = coords.flip(0)[::2], feats.flip(0)[::2]
+        box = bounds[one.root]
+        level = recorder.level((one.root,), -1, box, capacity)
+        rows = recorder.levels[level].marker
+        buffers = (coords.new_zeros((rows, 4)), feats.new_zeros((rows, *one.shape)))
+        buffers[0][: len(coords)], buffers[1][: len(feats)] = coords, feats
+        count = torch.full((1,), len(coords), dtype=torch.int64, device=coords.device)
+        inputs += [recorder.input(t) for t in (*buffers, count)]
+        with recorder:
+            *index, status = torch.ops.voxmma.sized_index(buffers[0], count, list(box))
+            recorder.report("index", level, status)
+            if check_finite:
+                recorder.report("finite", one.root, torch.ops.voxmma.sized_finite(buffers[1], count))
+        parts = (buffers[0], count, *index)
+        made = NetworkSet.make(recorder, level, parts, one.batch_size, box, one.spatial_shape)
+        filled.append(Voxels._make(made, buffers[1], one.stride))
+    return inputs, filled

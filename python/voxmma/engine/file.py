@@ -228,7 +228,7 @@ def _tensor(
 ) -> Tensor:
     if len(content) != math.prod(shape) * dtype.itemsize or sorted(axes) != list(range(len(shape))):
         raise EngineError("a tensor has another size than the file says")
-    flat = torch.empty(0, dtype=torch.uint8)
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     if content:
         flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     laid = flat.view(dtype).reshape([shape[axis] for axis in axes])
@@ -264,7 +264,7 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
             if head.get("format") != _FORMAT:
                 raise EngineError(f"{path} has format {head.get('format')!r}, this version reads {_FORMAT}")
             made_on = head["machine"]
-            target = torch.empty(0, device=device or made_on["device"]).device
+            target = torch.empty(0, dtype=torch.uint8, device=device or made_on["device"]).device
             here = machine(target)
             for name, wanted in made_on.items():
                 if here.get(name) != wanted:

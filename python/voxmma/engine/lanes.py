@@ -33,7 +33,8 @@ class Lanes:
         self.steps = [*side, *(step for step in steps if id(step) not in beside_them)]
         self.kept = given | {number for step in side for number in step.out if number is not None}
         """tensors that several streams read: their memory is given to nobody before the end"""
-        self._streams = [torch.cuda.Stream() for _ in range(1 + _MAPS)] if side else []
+        # Layers wait for maps, not maps for layers.
+        self._streams = [torch.cuda.Stream(priority=-1) for _ in range(1 + _MAPS)] if side else []
         for stream in self._streams:
             stream.wait_stream(self._main)
         self._lane: dict[int, Any] = {}

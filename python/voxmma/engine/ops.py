@@ -13,6 +13,7 @@ from torch import Tensor
 
 from voxmma.sparse import segments, sized
 from voxmma.sparse.derive import Derived
+from voxmma.sparse.interpolate import weighted
 from voxmma.sparse.maps import Geometry
 from voxmma.sparse.sized import SizedSet
 
@@ -25,7 +26,9 @@ _SCHEMAS = (
     f" -> ({_SET.format('')}, Tensor status)",
     f"sized_map({_SET.format('in_')}, {_SET.format('out_')}, int[] geometry, bool reverse, float room)"
     " -> (Tensor[] map, Tensor status)",
+    f"sized_lookup(Tensor query, {_SET.format('')}) -> Tensor rows",
     "sized_rows(Tensor x, Tensor count) -> Tensor",
+    "sized_weighted(Tensor x, Tensor rows, Tensor weights) -> Tensor",
     "sized_tree(Tensor coords, Tensor count, int samples) -> Tensor[]",
     "sized_counts(Tensor coords, Tensor count, int samples) -> Tensor",
     "sized_dense(Tensor x, Tensor coords, Tensor count, int samples, int[] shape, int[] origin)"
@@ -117,6 +120,13 @@ def _map(
     return sized.plan_sized(inputs, outputs, rule, reverse, capacity, status), status
 
 
+def _lookup(
+    query: Tensor, coords: Tensor, count: Tensor, inner: Tensor, first: Tensor, second: Tensor
+) -> Tensor:
+    """Rows (M,) int64 of a query (M, 4), -1 where the set has none."""
+    return sized.lookup_sized(SizedSet(coords, count, inner, (first, second), _ANYWHERE), query)
+
+
 # ---- rows --------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +195,9 @@ for _name, _function in (
     ("sized_index", _index),
     ("sized_sites", _sites),
     ("sized_map", _map),
+    ("sized_lookup", _lookup),
     ("sized_rows", _rows),
+    ("sized_weighted", weighted),
     ("sized_tree", _tree),
     ("sized_counts", _counts),
     ("sized_dense", _dense),

@@ -97,7 +97,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """Where a status comes from: kind 'index', 'sites', 'map', 'dense' or 'finite', of a level or a map."""
+    """Where a status comes from: 'index', 'sites', 'map', 'dense', 'points', 'finite'; of a level or map."""
 
     kind: str
     number: int
@@ -411,6 +411,8 @@ class Recorder(TorchDispatchMode):
         self.consts: list[Tensor] = []
         self._numbers = WeakTensorKeyDictionary()
         self.dtypes: dict[int, torch.dtype] = {}
+        self.moving: set[int] = set()
+        """numbers of the tensors that depend on the frame"""
         self._count = 0
 
     # ---- levels and maps
@@ -447,8 +449,14 @@ class Recorder(TorchDispatchMode):
 
     # ---- tensors
 
+    def input(self, tensor: Tensor) -> Ref:
+        """A tensor that the program is given."""
+        ref = self.give(tensor)
+        self.moving.add(ref.number)
+        return ref
+
     def give(self, tensor: Tensor) -> Ref:
-        """A tensor that the program is given or makes."""
+        """A tensor that the program makes."""
         ref = Ref(self._count)
         self._count += 1
         self._numbers[tensor] = ref
@@ -472,15 +480,24 @@ class Recorder(TorchDispatchMode):
         markers = {level.marker for level in self.levels}
         return [dim for dim, size in enumerate(tensor.shape) if size in markers]
 
+    def _moves(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on the frame."""
+        found = self._numbers.get(tensor)
+        return isinstance(found, Ref) and found.number in self.moving
+
     def _made(self, tensor: Tensor) -> bool:
         """Whether the program makes or is given a tensor."""
         return isinstance(self._numbers.get(tensor), Ref)
 
-    def _level(self, tensor: Tensor, dim: int = 0) -> int:
-        for number, level in enumerate(self.levels):
-            if tensor.dim() > dim and tensor.shape[dim] == level.marker:
-                return number
-        return -1
+    def level_of(self, tensor: Tensor) -> int:
+        """The level whose rows a tensor's first dimension is, -1 for none."""
+        if 0 not in self._rows(tensor):
+            return -1
+        return next(n for n, level in enumerate(self.levels) if level.marker == tensor.shape[0])
+
+    def count(self, level: int) -> Tensor:
+        """How many rows it has: (1,) int64."""
+        return next(made.count for made in self.sets if made.level == level)
 
     # ---- operators
 
@@ -498,6 +515,11 @@ class Recorder(TorchDispatchMode):
     def _masked(self, func: Any, args: Any) -> Any:
         """The arguments, with zeros behind the rows where what stands there might do harm."""
         name, rows = rules.name_of(func), self._rows
+        if name in ("index", "index_select", "gather"):
+            picks = enumerate(args[1]) if name == "index" else [(args[1] % args[0].dim(), args[2])]
+            for dim, picked in picks:
+                if dim in rows(args[0]) and isinstance(picked, Tensor) and not self._moves(picked):
+                    raise rules.refuse(func, "it picks rows by number, and a frame may have fewer")
         if name in ("index_select", "embedding", "gather"):
             place = 1 if name == "embedding" else 2
             return (*args[:place], self._zeroed(args[place]), *args[place + 1 :])
@@ -510,8 +532,7 @@ class Recorder(TorchDispatchMode):
     def _zeroed(self, tensor: Tensor) -> Tensor:
         if 0 not in self._rows(tensor):
             return tensor
-        level = self._level(tensor)
-        count = next(made.count for made in self.sets if made.level == level)
+        count = self.count(self.level_of(tensor))
         func = torch.ops.voxmma.sized_rows.default
         out: Tensor = func(tensor, count)
         self._write(func, (tensor, count), {}, out)
@@ -533,6 +554,8 @@ class Recorder(TorchDispatchMode):
             else:
                 numbers.append(self.give(leaf).number)
         self.steps.append(Step(func, *given, tuple(numbers)))
+        if not self.moving.isdisjoint(_numbers(self.steps[-1], Ref)):
+            self.moving.update(number for number in numbers if number is not None)
 
     def _check_write(self, func: Any, argument: Any, value: Any) -> None:
         alias = argument.alias_info
@@ -572,7 +595,7 @@ class Recorder(TorchDispatchMode):
             dims = self._rows(leaf)
             if dims not in ([], [0]):
                 raise EngineError("the network returns a tensor whose rows are not its first dimension")
-            return TensorOut(self._level(leaf) if dims else -1, self.place(leaf))
+            return TensorOut(self.level_of(leaf), self.place(leaf))
         if isinstance(leaf, CoordSet):
             raise EngineError("the network returns a coordinate set: return voxels on it")
         return leaf
@@ -625,6 +648,6 @@ def _joined(func: Any, name: str | int, a: Any, b: Any, first: Recorder, second:
         for number, (one, other) in enumerate(zip(first.levels, second.levels, strict=True)):
             if (a, b) == (one.marker, other.marker):
                 return Capacity(number)
-    if a != b:
+    if a != b and not a != a:  # NaN is no number of rows
         raise rules.refuse(func, f"its argument {a!r} depends on the number of rows")
     return a

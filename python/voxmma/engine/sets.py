@@ -99,6 +99,25 @@ class NetworkSet(CoordSet):
         made: Tensor = grid
         return made
 
+    def lookup(self, coords: Tensor) -> Tensor:
+        """Rows (M,) int64 of any (M, 4) integers, -1 where the set has none."""
+        made: Tensor = _OPS.sized_lookup(coords, *self.parts)
+        return made
+
+    def weighted(self, feats: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+        """voxmma.sparse.interpolate.weighted."""
+        made: Tensor = _OPS.sized_weighted(feats, rows, weights)
+        return made
+
+    def check_points(self, points: Tensor) -> None:
+        """Has the first row that is not finite reported; of points that are a level's rows, among those."""
+        number = self.recorder.level_of(points)
+        if number < 0:
+            count = torch.full((1,), len(points), dtype=torch.int64, device=points.device)
+        else:
+            count = self.recorder.count(number)
+        self.recorder.report("points", number, _OPS.sized_finite(points, count))
+
     def tree(self) -> tuple[Tensor, ...]:
         return tuple(_OPS.sized_tree(self._coords, self.count, self.batch_size))
 
@@ -117,6 +136,6 @@ class NetworkSet(CoordSet):
         return made
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise EngineError("an engine cannot look coordinates up while it runs")
+        raise EngineError("an engine cannot compare, unite or intersect coordinates while it runs")
 
-    sorted_keys = hash_index = lookup = _sort = _hash = _refuse  # type: ignore[assignment]
+    sorted_keys = hash_index = _sort = _hash = _refuse

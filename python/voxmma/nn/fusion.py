@@ -53,9 +53,10 @@ def fuse(model: nn.Module) -> tuple[nn.Module, FusionReport]:
     """Lets convolutions of `model` take along what follows them, and says which do and why others do not.
 
     Chains of convolution, BatchNorm, sum with other Voxels and activation (ReLU, LeakyReLU, SiLU, GELU with
-    erf) run as one launch: in evaluation, without gradients, hooks or a precision policy; in all other cases
-    the model runs as it is written. voxmma.nn.Sequential and the blocks of voxmma.models do so by themselves;
-    this does it for forwards that call their layers one by one.
+    erf) run as one launch: in evaluation, without gradients, hooks or a precision policy. In training, on a
+    GPU, BatchNorm, sum and activation do (nn.functional.norm_act); in all other cases each layer runs.
+    voxmma.nn.Sequential and the blocks of voxmma.models do so by themselves; this does it for forwards that
+    call their layers one by one.
 
     Each module's forward is read with torch.fx, its submodules as they are: one that asks what its values are
     (`if`, `len`, isinstance), has optional arguments or changes the module stays as it is. Parameters,
@@ -110,15 +111,28 @@ def _fuse_module(name: str, module: nn.Module, report: FusionReport) -> None:
     if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.default is not p.empty for p in parameters):
         report.left.append((shown, "its forward has optional arguments"))
         return
-    modes = {part: part.training for part in module.modules()}
-    for part in modes:
-        part.training = False
-    before = dict(module.__dict__)
     try:
-        graph = _Tracer().trace(module)
+        graph, trained = (_read(module, training) for training in (False, True))
     except Exception as error:  # whatever a forward does when it is given no values
         report.left.append((shown, f"its forward cannot be read without values: {_first_line(error)}"))
         return
+    same = graph.python_code("self").src == trained.python_code("self").src
+    chains = _fuse_graph(name, module, graph, report)
+    if not chains:
+        return
+    report.fused.extend(chains)
+    graph.lint()
+    module.forward = _Fused(module, type(fx.GraphModule(module, graph)).forward, same)
+
+
+def _read(module: nn.Module, training: bool) -> fx.Graph:
+    """The graph of a module's forward in training or evaluation; the module is afterwards as it was."""
+    modes = {part: part.training for part in module.modules()}
+    for part in modes:
+        part.training = training
+    before = dict(module.__dict__)
+    try:
+        graph = _Tracer().trace(module)
     finally:
         after = dict(module.__dict__)
         module.__dict__.clear()
@@ -127,14 +141,8 @@ def _fuse_module(name: str, module: nn.Module, report: FusionReport) -> None:
             part.training = mode
     changed = {key for key in {*before, *after} if before.get(key) is not after.get(key)}
     if changed:
-        report.left.append((shown, f"its forward sets {', '.join(sorted(changed))} of the module"))
-        return
-    chains = _fuse_graph(name, module, graph, report)
-    if not chains:
-        return
-    report.fused.extend(chains)
-    graph.lint()
-    module.forward = _Fused(module, type(fx.GraphModule(module, graph)).forward)
+        raise fx.proxy.TraceError(f"it sets {', '.join(sorted(changed))} of the module")
+    return graph
 
 
 def _first_line(error: Exception) -> str:
@@ -166,15 +174,15 @@ class _Tracer(fx.Tracer):
 
 
 class _Fused:
-    """The forward of a fused module."""
+    """The forward of a fused module. trains: it is the same in training."""
 
-    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        self.module, self.function = module, function
+    def __init__(self, module: nn.Module, function: Callable[..., Any], trains: bool) -> None:
+        self.module, self.function, self.trains = module, function, trains
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         plain = (
-            module.training
+            (module.training and not self.trains)
             or torch.compiler.is_compiling()
             or not all(_plain_argument(a) for a in (*args, *kwargs.values()))
         )
@@ -183,7 +191,7 @@ class _Fused:
         return self.function(module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Fused:
-        return _Fused(memo[id(self.module)], self.function)
+        return _Fused(memo[id(self.module)], self.function, self.trains)
 
     def __reduce__(self) -> Any:
         return _as_written, (self.module,)

@@ -21,6 +21,7 @@ What the process is set to does not reach them: products in fp32 are IEEE fp32, 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -106,26 +107,27 @@ def _sums(
     compute = _compute_type(x)
     features = x.to(compute)
     # Rounded to x's type first, as the GPU does, then exact in the compute type.
-    weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:])
+    weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:]).contiguous()
     if tile == "cpu_tf32":
         features, weights = round_tf32(features), round_tf32(weights)
     if transpose:
         weights = weights.transpose(2, 3)
     y = torch.zeros((n_out, groups * c_out), dtype=compute, device=x.device)
+    pairs_of = [end - begin for begin, end in itertools.pairwise(start)]
+    ins, outs_of, weight_of = in_rows.split(pairs_of), out_rows.split(pairs_of), weights.unbind()
     for k in range(volume):
         pairs = volume - 1 - k if transpose and symmetric else k
-        begin, end = start[pairs], start[pairs + 1]
-        if begin == end:
+        if not pairs_of[pairs]:
             continue
-        outs = out_rows[begin:end]
-        rows = features.index_select(0, in_rows[begin:end])
+        outs = outs_of[pairs]
+        rows = features.index_select(0, ins[pairs])
         if accumulator == "fp16_promoted":
             for first in range(0, c_in, chunk):
                 piece = rows.view(-1, groups, c_in)[..., first : first + chunk].flatten(1)
-                part = _product(piece, weights[k][:, first : first + chunk])
+                part = _product(piece, weight_of[k][:, first : first + chunk])
                 y.index_add_(0, outs, part.half().to(compute))
             continue
-        part = _product(rows, weights[k])
+        part = _product(rows, weight_of[k])
         if accumulator == "fp16":
             part += y.index_select(0, outs)
             y.index_copy_(0, outs, part.half().to(compute))

@@ -62,6 +62,26 @@ torch.library.register_fake("voxmma::conv_fused_into", _fused_into_fake)
 torch.library.register_fake("voxmma::pack_weight", _pack_weight_fake)
 
 
+@torch.library.register_fake("voxmma::norm_act")
+def _norm_act_fake(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((4, x.shape[1]), dtype=_compute_type(x))
+
+
+@torch.library.register_fake("voxmma::norm_act_backward")
+def _norm_act_backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    stats: Tensor,
+    residual: Tensor | None,
+    activation: str,
+    slope: float,
+    residual_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    numbers = stats.new_empty((x.shape[1],))
+    added = x.new_empty(x.shape if residual_gradient else (0,))
+    return x.new_empty(x.shape), numbers, torch.empty_like(numbers), added
+
+
 @torch.library.register_fake("voxmma::conv_wgrad")
 def _conv_wgrad_fake(
     x: Tensor,

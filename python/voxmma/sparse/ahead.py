@@ -3,9 +3,9 @@
 A network asks for its output sets and kernel maps one by one, and on a GPU most are read back before the next
 is made. What it asks for is the same for every input. So the first convolution that meets a new set makes,
 where it did so before, all that came after it then, with sizes that stay on the device (voxmma.sparse.sized),
-reads back once how large everything is, and caches it where the layers look. Rooms are guessed from the input
-before; what does not fit is left to the layer that asks for it, as is what was not asked for before. What
-nobody took is not made again.
+reads back once how large everything is, and caches it where the layers look. Rooms are guessed from the
+inputs before; what does not fit is left to the layer that asks for it, as is what was not asked for before.
+What nobody took is not made again.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import threading
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from voxmma.sparse.cached import _capturing, keep
-from voxmma.sparse.coords import _KEPT, CoordSet, kernels_take
+from voxmma.sparse.cached import ByTensor, Made, _capturing, keep
+from voxmma.sparse.coords import _KEPT, CoordSet
 from voxmma.sparse.derive import Derived
-from voxmma.sparse.maps import Direction, Geometry, MapCore, core_between, held_sets
-from voxmma.sparse.sized import SizedSet, derive_sized, plan_sized
+from voxmma.sparse.maps import Direction, Geometry, MapCore, core_between, held_sets, size_tensor
+from voxmma.sparse.sized import Plan, SizedSet, derive_sized, plans_sized
 
-_SLACK = 1.15  # of rooms over what the input before would take
+_SET_SLACK, _MAP_SLACK = 1.25, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'
+_MOST_GROWTH = 8  # of an input over the one before, from which rooms for it can be guessed
 _TILE = 256
 
 
@@ -60,7 +60,13 @@ class Asked:
 
     sites: list[_Site] = field(default_factory=list)
     maps: list[Wanted] = field(default_factory=list)
+    rows: int = 0
+    """voxels of the last input"""
     lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def forget(self) -> None:
+        with self.lock:
+            self.sites, self.maps = [], []
 
 
 class Place:
@@ -95,7 +101,7 @@ class Place:
         """A map from this set to that of `outputs` was built."""
         if outputs is None or outputs.root is not self.root:
             return
-        ends = self.site, outputs.site, core.geometry, reverse, core.flipped
+        how = core.geometry, reverse, core.flipped
         n_in, n_out = made.tensors[-1].shape[1:]
         passes, units = 0.0, 0.0
         if len(made.tensors) > 4:
@@ -103,38 +109,60 @@ class Place:
             passes, units = len(made.tensors[2]) / tiles, len(made.tensors[4]) / 4 / max(n_in, n_out, 1)
         with self.asked.lock:
             for known in self.asked.maps:
-                if (known.inputs, known.outputs, known.geometry, known.reverse, known.flipped) == ends:
+                here = known.inputs is self.site and known.outputs is outputs.site
+                if here and (known.geometry, known.reverse, known.flipped) == how:
                     known.passes, known.units, known.taken = passes, units, True
                     return
-            if len(self.asked.maps) < 4 * _KEPT["maps"]:
-                self.asked.maps.append(Wanted(*ends, passes, units))
+            if len(self.asked.maps) < _KEPT["maps"]:
+                self.asked.maps.append(Wanted(self.site, outputs.site, *how, passes, units))
 
 
 #: By the weight of the layer that met a new set first.
-_ASKED = WeakTensorKeyDictionary()
+_ASKED = ByTensor(Asked)
 _LOCK = threading.Lock()
 _DEVICES = {"cuda"}
 
 
 def meet(coords: CoordSet, weight: torch.Tensor) -> None:
-    """A layer with `weight` runs on `coords`: makes what came after it the last time that the set was new."""
-    if coords.place is not None or coords.maps or coords.derived or coords.device.type not in _DEVICES:
+    """A layer with `weight` runs on `coords`: makes what came after it the last time that the set was new.
+
+    Of several threads one makes it, and the others wait.
+    """
+    if coords.place is not None or weight.device.type not in _DEVICES:
         return
-    if coords.num == 0 or coords.repeated is not None or held_sets.get() is not None:
+    if type(coords) is not CoordSet or coords.repeated is not None or held_sets.get() is not None:
+        return  # sets of other kinds make what layers ask for themselves
+    rows = coords.num
+    if rows == 0:
         return
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or not _on_this_device(weight, coords):
         return
-    if coords.device.type == "cuda" and (not kernels_take(weight) or _capturing(coords.device.index)):
-        return
-    with _LOCK:
-        asked = _ASKED.get(weight)
-        if asked is None:
-            asked = _ASKED[weight] = Asked()
-    coords.place = Place(asked, coords.num)
-    if asked.maps:
-        with asked.lock, torch.inference_mode(False), torch.no_grad():
+    with coords._index.lock:
+        if coords.place is not None or coords.maps or coords.derived:
+            return
+        with _LOCK:
+            asked = _ASKED.get(weight)
+        place = Place(asked, rows)
+        with asked.lock:  # not held while anything is made: it is asked for under the locks of sets
+            if rows > _MOST_GROWTH * asked.rows:
+                asked.forget()
+            asked.rows = rows
             _drop_untaken(asked)
-            _make(coords, asked)
+            sites, wanted = list(asked.sites), list(asked.maps)
+        if wanted:
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    _make(coords, place, sites, wanted)
+            except torch.OutOfMemoryError:  # one by one takes less: no room is guessed
+                asked.forget()
+        coords.place = place  # last: until here the others wait
+
+
+def _on_this_device(weight: torch.Tensor, coords: CoordSet) -> bool:
+    """Whether tensors can be made on the set's device now."""
+    if coords.device.type != "cuda":
+        return True
+    return weight.is_cuda and not _capturing(coords.device.index)
 
 
 def _drop_untaken(asked: Asked) -> None:
@@ -151,57 +179,64 @@ def _drop_untaken(asked: Asked) -> None:
     asked.sites = [site for site in asked.sites if site in needed]
 
 
-def _make(coords: CoordSet, asked: Asked) -> None:
+def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]) -> None:
     device, rows = coords.device, coords.num
-    status = torch.empty((len(asked.sites) + len(asked.maps), 4), dtype=torch.int64, device=device)
-    lines = list(status.unbind())
+    status = torch.empty((len(sites) + len(maps), 4), dtype=torch.int64, device=device)
     count = torch.full((1,), rows, dtype=torch.int64, device=device)
     index = coords.hash_index() if device.type == "cuda" else coords.sorted_keys()
     sets: dict[_Site | None, SizedSet] = {
         None: SizedSet(coords.coords, count, None, (index[0], index[1]), coords.bounds)
     }
-    for site, line in zip(asked.sites, lines, strict=False):
-        room = int(site.rate * rows * _SLACK) + _TILE
+    for site, line in zip(sites, status, strict=False):
+        room = int(site.rate * rows * _SET_SLACK) + _TILE
         sets[site] = derive_sized(sets[site.source], site.key, room, line)
-    made: list[tuple[list[torch.Tensor], tuple[int, int]]] = []
-    for wanted, line in zip(asked.maps, lines[len(asked.sites) :], strict=True):
+    plans = []
+    for wanted in maps:
         inputs, outputs = sets[wanted.inputs], sets[wanted.outputs]
         n_in, n_out = len(inputs.coords), len(outputs.coords)
-        tiles = -(-n_out // _TILE)
-        room_for = int(wanted.passes * tiles * _SLACK) + 8, int(wanted.units * max(n_in, n_out) * _SLACK) + 64
-        tensors = plan_sized(inputs, outputs, wanted.geometry, wanted.reverse, room_for, line, compact=True)
-        made.append((tensors, room_for))
+        passes = int(wanted.passes * -(-n_out // _TILE) * _MAP_SLACK) + 8
+        units = int(wanted.units * max(n_in, n_out) * _MAP_SLACK) + 64
+        plans.append(Plan(inputs, outputs, wanted.geometry, wanted.reverse, (passes, units)))
+    made = plans_sized(plans, status[len(sites) :], compact=True)
     found = status.tolist()  # waits
+    done = Made((status,), "what layers asked for")  # one event for all of it
     exact: dict[_Site | None, CoordSet] = {None: coords}
-    for site, (number, outside, *_) in zip(asked.sites, found, strict=False):
-        site.rate = number / rows
+    for site, (number, outside, *_) in zip(sites, found, strict=False):
         source = exact.get(site.source)
-        if source is not None and not outside and number <= len(sets[site].coords):
-            exact[site] = _keep_set(source, sets[site], site, number)
-    for wanted, (tensors, room_for), (units, passes, pairs, _) in zip(
-        asked.maps, made, found[len(asked.sites) :], strict=True
+        if source is None:
+            continue
+        site.rate = _rate(site.rate, number / rows)
+        if not outside and number <= len(sets[site].coords):
+            exact[site] = _keep_set(source, sets[site], Place(place.asked, rows, site, place), number, done)
+    for wanted, plan, tensors, (units, passes, pairs, _) in zip(
+        maps, plans, made, found[len(sites) :], strict=True
     ):
         wanted.taken = False
-        ends = exact.get(wanted.inputs), exact.get(wanted.outputs)
-        if ends[0] is None or ends[1] is None:
-            continue
-        _keep_map(ends[0], ends[1], wanted, tensors, room_for, (passes, units), pairs)
+        inputs_set, outputs_set = exact.get(wanted.inputs), exact.get(wanted.outputs)
+        if inputs_set is not None and outputs_set is not None:
+            _keep_map(inputs_set, outputs_set, wanted, tensors, plan.room, (passes, units), pairs, done)
 
 
-def _keep_set(source: CoordSet, made: SizedSet, site: _Site, number: int) -> CoordSet:
+def _rate(before: float, now: float) -> float:
+    """What to expect: the largest of late."""
+    return max(now, (3 * before + now) / 4)
+
+
+def _keep_set(source: CoordSet, made: SizedSet, place: Place, number: int, done: Made) -> CoordSet:
     """Caches an output set with `source`."""
+    assert place.site is not None
+    key = place.site.key
     coords = made.coords[:number]
     first, second = made.index
-    out = CoordSet.trusted(coords, source.batch_size, made.bounds, site.key.shape)
+    out = CoordSet.trusted(coords, source.batch_size, made.bounds, key.shape, beside=done)
     if coords.is_cuda:
         out._set_hashed(first[:number], second)
     else:
         out._set_sorted(first[:number], second[:number])
-    site.key.link(source, out)
-    assert source.place is not None
-    out.place = Place(source.place.asked, source.place.rows, site, source.place.root)
+    key.link(source, out)
+    out.place = place
     with source._index.lock:
-        return keep(source.derived, site.key, out, _KEPT["derived"])
+        return keep(source.derived, key, out, _KEPT["derived"])
 
 
 def _keep_map(
@@ -212,14 +247,15 @@ def _keep_map(
     room: tuple[int, int],
     need: tuple[int, int],
     pairs: int,
+    done: Made,
 ) -> None:
     """Caches a map with its sets, if it found room."""
-    size = tensors[-1].new_empty((0, inputs.num, outputs.num))
+    size = size_tensor(inputs._coords, outputs._coords)
     if inputs.device.type == "cuda":
         passes, units = need
         tiles = -(-outputs.num // _TILE)
-        wanted.passes = passes / max(tiles, 1)
-        wanted.units = units / max(inputs.num, outputs.num, 1)
+        wanted.passes = _rate(wanted.passes, passes / max(tiles, 1))
+        wanted.units = _rate(wanted.units, units / max(inputs.num, outputs.num, 1))
         if passes > room[0] or units > room[1]:
             return
         order, schedule, pass_list, frag, uniq, local, _ = tensors
@@ -232,12 +268,13 @@ def _keep_map(
             uniq[: 4 * units],
             local[:tiles],
         )
-        direction = Direction([*cut, size], pairs)
+        direction = Direction([*cut, size], pairs, beside=done)
     else:
-        direction = Direction([*tensors[:-1], size], pairs)
+        direction = Direction([*tensors[:-1], size], pairs, beside=done)
     direction.wanted = wanted
     fine, coarse = (outputs, inputs) if wanted.reverse else (inputs, outputs)
     core = core_between(fine, coarse, wanted.geometry, wanted.flipped)
-    with core.lock:
-        if not core.freed:
-            core.sides.setdefault(wanted.reverse, direction)
+    if not core.freed:
+        core.sides.setdefault(
+            wanted.reverse, direction
+        )  # whoever holds its lock may wait for that of the input

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -32,20 +33,21 @@ class Made:
 
     __slots__ = ("_event", "_index", "_streams", "_version", "_versioned", "tensors", "what")
 
-    def __init__(self, tensors: Iterable[torch.Tensor], what: str) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], what: str, beside: Made | None = None) -> None:
+        """`beside`: recorded behind the making of these tensors, too, on the same stream; saves an event."""
         self.tensors = tuple(tensors)
         self.what = what
-        self._versioned: list[torch.Tensor] = []  # none: made in a traced program
-        self._version = 0
         self._event: _C.StreamEvent | None = None
-        if torch.compiler.is_compiling() or not isinstance(self.tensors[0], torch.Tensor):
-            return  # a tree_map may put other things where the tensors were
-        self._versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
-        self._version = self._written_so_often()
-        device = self.tensors[0].device
-        if device.type == "cuda" and _raw_stream is not None:
-            self._index = device.index
-            self._event = _C.StreamEvent.record(device.index)
+        self._versioned: tuple[torch.Tensor, ...] = ()  # of a traced program: none
+        self._version = 0
+        if torch.compiler.is_compiling():
+            return
+        self._versioned = self.tensors
+        self._version = _C.write_count(self.tensors)
+        first = self.tensors[0]  # a tree_map may put other things where the tensors were
+        if _raw_stream is not None and isinstance(first, torch.Tensor) and first.device.type == "cuda":
+            self._index = first.device.index
+            self._event = _C.StreamEvent.record(self._index) if beside is None else beside._event
             if self._event is None:
                 raise _captured(what)
             self._streams = {self._event.stream}
@@ -53,15 +55,11 @@ class Made:
     def get(self) -> tuple[torch.Tensor, ...]:
         """The tensors, for the current stream. RuntimeError when they have been written to."""
         if not torch.compiler.is_compiling():
-            if self._written_so_often() != self._version:
+            if _C.write_count(self._versioned) != self._version:
                 self.check()
             if self._event is not None:
                 self.use()
         return self.tensors
-
-    def _written_so_often(self) -> int:
-        """Changes whenever torch writes into one of the tensors; not by .data, numpy or DLPack."""
-        return sum([tensor._version for tensor in self._versioned])
 
     def check(self) -> None:
         """RuntimeError when torch has written into the tensors."""
@@ -73,7 +71,7 @@ class Made:
 
     @property
     def written(self) -> bool:
-        return self._written_so_often() != self._version
+        return not torch.compiler.is_compiling() and _C.write_count(self._versioned) != self._version
 
     def use(self) -> None:
         """Makes the device's current stream one that may read the tensors."""
@@ -97,10 +95,10 @@ def _capturing(index: int) -> bool:
         return torch._C._cuda_isCurrentStreamCapturing()
 
 
-def refuse_capture(what: str, device: torch.device) -> None:
-    """RuntimeError where work on a GPU is being captured into a CUDA graph."""
+def refuse_capture(what: str | Callable[[], str], device: torch.device) -> None:
+    """RuntimeError where work on a GPU is being captured into a CUDA graph. `what` may say it when called."""
     if device.type == "cuda" and _raw_stream is not None and _capturing(device.index):
-        raise _captured(what)
+        raise _captured(what if isinstance(what, str) else what())
 
 
 def _captured(what: str) -> RuntimeError:
@@ -121,3 +119,36 @@ def keep(cache: dict[_K, _V], key: _K, value: _V, limit: int) -> _V:
     while len(cache) >= limit and key not in cache:
         cache.pop(list(cache)[0], None)  # noqa: RUF015  a dead set's map may leave between iter() and next()
     return cache.setdefault(key, value)
+
+
+class _Tensor(weakref.ref[torch.Tensor], Generic[_V]):
+    __slots__ = ("key", "value")
+
+    key: int
+    value: _V
+
+
+class ByTensor(Generic[_V]):
+    """A value of each tensor that was asked for, by the tensor's identity, while it lives."""
+
+    def __init__(self, make: Callable[[], _V]) -> None:
+        self._make = make
+        self._known: dict[int, _Tensor[_V]] = {}
+
+    def get(self, tensor: torch.Tensor) -> _V:
+        """The tensor's value, made where it has none."""
+        key = id(tensor)
+        known = self._known.get(key)
+        if known is None or known() is not tensor:
+            known = _Tensor(tensor, self._forget)
+            known.key, known.value = key, self._make()
+            self._known[key] = known
+        return known.value
+
+    def _forget(self, gone: weakref.ref[torch.Tensor]) -> None:
+        assert isinstance(gone, _Tensor)
+        if self._known.get(gone.key) is gone:
+            self._known.pop(gone.key, None)
+
+    def __len__(self) -> int:
+        return len(self._known)

@@ -13,7 +13,7 @@ import torch
 from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import Triple, as_tensor, integer, triple
-from voxmma.sparse.cached import Made, new_lock, refuse_capture
+from voxmma.sparse.cached import ByTensor, Made, new_lock, refuse_capture
 
 if TYPE_CHECKING:
     from voxmma.dispatch.calls import Repeat
@@ -30,12 +30,16 @@ _BATCH_BIAS = 512  # keeps the packed key of batch 0..1022 inside a signed 64-bi
 _SHIFTS = (3 * COORD_BITS, 2 * COORD_BITS, COORD_BITS, 0)
 _INT32 = torch.iinfo(torch.int32)
 _KEPT = {"maps": 64, "derived": 64, "calls": 512}  # most entries of a set's caches; the oldest leaves
+_KEPT_OF_A_TENSOR = 64  # sets, beside those that live
 
 
 def pack(coords: torch.Tensor) -> torch.Tensor:
     """(N, 4) packable coordinates -> (N,) int64 keys whose order is that of (batch, x, y, z)."""
-    x, y, z = (pack_axis(coords[:, 1 + axis], axis) for axis in range(3))
-    return pack_batch(coords[:, 0]) + x + y + z
+    key, *axes = (coords.long() - COORD_MIN).unbind(1)
+    key = key + (COORD_MIN - _BATCH_BIAS)
+    for axis in axes:
+        key = torch.add(axis, key, alpha=1 << COORD_BITS)
+    return key
 
 
 def pack_batch(batch: torch.Tensor) -> torch.Tensor:
@@ -238,13 +242,16 @@ class CoordSet:
         check_columns(coords)
         batch_size = check_batch_size(batch_size)
         shape = check_spatial_shape(spatial_shape)
-        refuse_capture("a coordinate set", coords.device)
+        if coords.is_cuda:
+            refuse_capture("a coordinate set", coords.device)
         with torch.inference_mode(False), torch.no_grad():
-            self._start(_made(narrow(coords)), batch_size or 0, spatial_shape=shape)
-            if coords.is_cuda:
-                bad, duplicate, twin, largest_batch = self._index_cuda()
-            else:
+            rows = narrow(coords)
+            index = _C.index_coords(rows) if coords.is_cuda else None  # first: one event for all of it
+            self._start(Made((rows,), _COORDS), batch_size or 0, spatial_shape=shape)
+            if index is None:
                 bad, duplicate, twin, largest_batch = self._index_cpu()
+            else:
+                bad, duplicate, twin, largest_batch = self._index_cuda(*index)
         if bad >= 0:
             raise ValueError(explain_unpackable(bad, coords[bad].tolist()))
         if duplicate >= 0 and duplicates == "error":
@@ -252,8 +259,9 @@ class CoordSet:
                 f"coords rows {twin} and {duplicate} are the same voxel {tuple(coords[twin].tolist())}; "
                 "Voxels(..., duplicates='mean'|'sum'|'max'|'first') merges duplicates, 'keep' keeps them"
             )
-        self.batch_size = resolve_batch_size(batch_size, largest_batch, self._coords[:, 0], "coords")
-        self._check_inside()
+        self.batch_size = resolve_batch_size(batch_size, largest_batch, self._coords, "coords")
+        if shape is not None:
+            self._check_inside()
         if duplicate >= 0:
             self._split()
 
@@ -287,14 +295,15 @@ class CoordSet:
         bounds: Bounds | None = None,
         spatial_shape: Triple | None = None,
         repeats: bool = False,
+        beside: Made | None = None,
     ) -> CoordSet:
         """A set of (N, 4) contiguous int32 `coords` known to be valid: nothing is checked or copied.
 
         `bounds`, where they are known, save work when the set is indexed on a GPU. `repeats`: rows may come
-        twice; that is looked for, and waits for a GPU.
+        twice; that is looked for, and waits for a GPU. `beside`: as of `Made`.
         """
         made = cls.__new__(cls)
-        made._start(_made(coords), batch_size, spatial_shape=spatial_shape)
+        made._start(_made(coords, beside), batch_size, spatial_shape=spatial_shape)
         made._index.bounds = bounds
         if repeats and isinstance(coords, torch.Tensor):
             made._split()
@@ -314,27 +323,32 @@ class CoordSet:
         `coords` of Voxels lead back to the set they are of. A write that torch does not count (through .data,
         numpy or DLPack) is seen on a CPU, where the coordinates are compared, and not on a GPU.
         """
-        if torch.compiler.is_compiling() or type(coords) is not torch.Tensor or coords.is_inference():
-            return cls(coords, batch_size, spatial_shape, duplicates)
-        if torch._C._are_functorch_transforms_active():
+        plain = (
+            not torch.compiler.is_compiling() and type(coords) is torch.Tensor and not coords.is_inference()
+        )
+        if not plain or torch._C._are_functorch_transforms_active():
             return cls(coords, batch_size, spatial_shape, duplicates)
         samples, shape = check_batch_size(batch_size), check_spatial_shape(spatial_shape)
-        owner = _exposed.get(id(coords))
+        known, asked = _wrapped.get(coords), (samples, shape, duplicates)
+        state = coords._version, coords.data_ptr(), coords.shape, coords.stride()
+        if known.state != state:
+            known.state, known.sets = state, {}
+        owner = None if known.owner is None else known.owner()
         if owner is not None and owner._coords is coords and not owner._made.written:
             fits = owner.batch_size == samples and owner.spatial_shape == shape
             if fits and (owner.repeated is None or duplicates == "keep"):
                 return owner
-        state = coords._version, coords.data_ptr(), coords.shape, coords.stride()
-        known = _wrapped.get(id(coords))
-        if known is None or known.tensor() is not coords or known.state != state:
-            known = _wrapped[id(coords)] = _Wrapped(coords, state)
-        asked = samples, shape, duplicates
-        found = known.sets.get(asked)
-        whole = found is not None and not found._made.written
-        if found is not None and whole and (coords.is_cuda or bool((found._coords == coords).all())):
+        found = known.get(asked)
+        if found is not None and not found._made.written and (coords.is_cuda or found._reads(coords)):
             return found
-        made = known.sets[asked] = cls(coords, samples, shape, duplicates)
+        made = cls(coords, *asked)
+        known.put(asked, made)
         return made
+
+    def _reads(self, coords: torch.Tensor) -> bool:
+        """Whether (N, 4) integers are its coordinates."""
+        mine = self._coords
+        return torch.equal(mine, coords) if mine.dtype == coords.dtype else bool((mine == coords).all())
 
     # ---- repeated rows -------------------------------------------------------------------------------------
 
@@ -405,8 +419,10 @@ class CoordSet:
 
     # ---- indexing ------------------------------------------------------------------------------------------
 
-    def _index_cuda(self) -> tuple[int, int, int, int]:
-        order, hash_blocks, (bad, duplicate, twin, *bounds) = _C.index_coords(self._coords)
+    def _index_cuda(
+        self, order: torch.Tensor, hash_blocks: torch.Tensor, found: list[int]
+    ) -> tuple[int, int, int, int]:
+        bad, duplicate, twin, *bounds = found
         self._set_hashed(order, hash_blocks)
         if self.num == 0:
             return bad, duplicate, twin, -1
@@ -416,14 +432,13 @@ class CoordSet:
     def _index_cpu(self) -> tuple[int, int, int, int]:
         if self.num == 0:
             return -1, -1, -1, -1
-        bad = first_unpackable(self._coords)
-        if bad >= 0:
-            return bad, -1, -1, -1
+        low, high = (bound.tolist() for bound in torch.aminmax(self._coords, dim=0))
+        batches, columns = low[0] >= 0 and high[0] <= BATCH_MAX, (min(low[1:]), max(high[1:]))
+        if not batches or columns[0] < COORD_MIN or columns[1] > COORD_MAX:
+            return first_unpackable(self._coords), -1, -1, -1
         duplicate, twin = first_duplicate(*self.sorted_keys())
-        low, high = torch.aminmax(self._coords, dim=0)
-        bounds = (*low.tolist(), *high.tolist())
-        self._index.bounds = bounds
-        return -1, duplicate, twin, bounds[4]
+        self._index.bounds = (*low, *high)
+        return -1, duplicate, twin, high[0]
 
     def sorted_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed keys (N,) int64 in ascending order, by (batch, x, y, z), and the row of each, (N,) int64.
@@ -468,7 +483,8 @@ class CoordSet:
         return _C.index_coords(self.coords, self.bounds)[:2]  # not indexed at construction: known to be valid
 
     def _set_hashed(self, order: torch.Tensor, hash_blocks: torch.Tensor) -> None:
-        self._index.hashed = Made((order, hash_blocks), _HASHED)
+        """Takes an index that was made on this stream before the set."""
+        self._index.hashed = Made((order, hash_blocks), _HASHED, self._made)
 
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
         """Rows (M,) int64 of any (M, 4) integers on the same device, -1 where the set has none; the first
@@ -481,10 +497,7 @@ class CoordSet:
             return torch.where(rows < 0, rows, self.repeated.rows.get()[0][rows.clamp(min=0)])
         if self.num and kernels_take(coords):
             return _C.lookup_rows(coords, *self.hash_index())
-        space, batch = coords[:, 1:], coords[:, 0]
-        packable = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)
-        keys = pack(torch.where(packable.unsqueeze(1), coords, 0))
-        return torch.where(packable, find_keys(keys, *self.sorted_keys()), -1)
+        return find_rows(coords, *self.sorted_keys())
 
     def derive(self, key: Derived) -> CoordSet:
         """Of a sized set: the output set of a layer."""
@@ -496,6 +509,14 @@ class CoordSet:
 
     def dense(self, feats: torch.Tensor, shape: Triple, origin: Triple) -> torch.Tensor:
         """Of a sized set: `Voxels.dense` of features on it."""
+        raise NotImplementedError
+
+    def weighted(self, feats: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Of a sized set: voxmma.sparse.interpolate.weighted."""
+        raise NotImplementedError
+
+    def check_points(self, points: torch.Tensor) -> None:
+        """Of a sized set: has the first of points (M, 3) that is not finite reported after the frame."""
         raise NotImplementedError
 
     def tree(self) -> tuple[torch.Tensor, ...]:
@@ -521,7 +542,9 @@ class CoordSet:
         """`coords`, which `of` leads back to this set from now on."""
         coords = self.coords
         if not torch.compiler.is_compiling():
-            _exposed[id(coords)] = self
+            known = _wrapped.get(coords)
+            if known.owner is None or known.owner() is not self:
+                known.owner = weakref.ref(self)
         return coords
 
     def use(self, made: Made) -> None:
@@ -738,38 +761,42 @@ def _sites_of(full: CoordSet) -> CoordSet:
 
 
 class _Wrapped:
-    """A tensor that sets were made of, and the sets, all held weakly."""
+    """Of a tensor: the sets that were made of it, held weakly."""
 
-    def __init__(self, tensor: torch.Tensor, state: tuple[Any, ...]) -> None:
-        key = id(tensor)
+    __slots__ = ("owner", "sets", "state")
 
-        def forget(gone: weakref.ref[torch.Tensor]) -> None:
-            known = _wrapped.get(key)
-            if known is not None and known.tensor is gone:
-                _wrapped.pop(key, None)
-
-        self.tensor = weakref.ref(tensor, forget)
-        self.state = state
+    def __init__(self) -> None:
+        self.owner: weakref.ref[CoordSet] | None = None
+        """the set whose own coordinates it is, if it was handed out"""
+        self.state: tuple[Any, ...] = ()
         """version, address, shape and strides that the sets are of"""
-        self.sets: weakref.WeakValueDictionary[tuple[Any, ...], CoordSet] = weakref.WeakValueDictionary()
+        self.sets: dict[tuple[Any, ...], weakref.ref[CoordSet]] = {}
+        """by the other arguments"""
+
+    def get(self, asked: tuple[Any, ...]) -> CoordSet | None:
+        found = self.sets.get(asked)
+        return None if found is None else found()
+
+    def put(self, asked: tuple[Any, ...], made: CoordSet) -> None:
+        if len(self.sets) >= _KEPT_OF_A_TENSOR:
+            self.sets = {key: known for key, known in self.sets.items() if known() is not None}
+        self.sets[asked] = weakref.ref(made)
 
 
-_wrapped: dict[int, _Wrapped] = {}
-_exposed: weakref.WeakValueDictionary[int, CoordSet] = weakref.WeakValueDictionary()
-"""sets whose own coordinates were handed out, by the id of the tensor"""
+_wrapped = ByTensor(_Wrapped)
 
-
+_COORDS = "the coordinates of a coordinate set"
 _SORTED = "the sorted keys of a coordinate set"
 _HASHED = "the index tensors of a coordinate set"
 _COUNTS = "the voxel counts of a coordinate set"
 
 
-def _made(coords: torch.Tensor) -> Made:
+def _made(coords: torch.Tensor, beside: Made | None = None) -> Made:
     """Coordinates as a set keeps them: tensors whose writes are counted, and which a backward can keep."""
     if not torch.compiler.is_compiling() and isinstance(coords, torch.Tensor) and coords.is_inference():
         with torch.inference_mode(False):
             coords = coords.clone()
-    return Made((coords,), "the coordinates of a coordinate set")
+    return Made((coords,), _COORDS, beside)
 
 
 def kernels_take(tensor: torch.Tensor) -> bool:
@@ -790,6 +817,14 @@ def find_keys(keys: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> t
     return torch.where(ordered[place] == keys, row[place], -1)
 
 
+def find_rows(coords: torch.Tensor, ordered: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """`find_keys` of any (M, 4) integers."""
+    space, batch = coords[:, 1:], coords[:, 0]
+    packable = ((space >= COORD_MIN) & (space <= COORD_MAX)).all(1) & (batch >= 0) & (batch <= BATCH_MAX)
+    keys = pack(torch.where(packable.unsqueeze(1), coords, 0))
+    return torch.where(packable, find_keys(keys, ordered, row), -1)
+
+
 def first_duplicate(keys: torch.Tensor, order: torch.Tensor) -> tuple[int, int]:
     """The smallest row that repeats an earlier one, and the earliest such, of ascending keys and the row of
     each, rows of a key ascending; -1, -1 where there is none."""
@@ -807,11 +842,12 @@ def check_columns(coords: torch.Tensor) -> None:
     if coords.dtype not in (torch.int32, torch.int64):
         hint = "; Voxels.from_points takes points" if coords.is_floating_point() else ""
         raise TypeError(f"coords must be int32 or int64, got {coords.dtype}{hint}")
-    if coords.dim() != 2 or coords.shape[1] != 4:
-        raise ValueError(f"coords must be (N, 4) rows of batch, x, y, z, got shape {tuple(coords.shape)}")
-    if coords.shape[0] > _INT32.max:
-        raise ValueError(f"coords has {coords.shape[0]} rows, at most {_INT32.max} are possible")
-    if coords.device.type not in ("cpu", "cuda"):
+    shape = coords.shape
+    if len(shape) != 2 or shape[1] != 4:
+        raise ValueError(f"coords must be (N, 4) rows of batch, x, y, z, got shape {tuple(shape)}")
+    if shape[0] > _INT32.max:
+        raise ValueError(f"coords has {shape[0]} rows, at most {_INT32.max} are possible")
+    if not (coords.is_cpu or coords.is_cuda):
         raise ValueError(f"coords must be on a CPU or a CUDA device, got {coords.device}")
 
 
@@ -843,11 +879,13 @@ def check_inside(coords: torch.Tensor, shape: Triple) -> None:
         )
 
 
-def resolve_batch_size(batch_size: int | None, largest: int, batch: torch.Tensor, name: str) -> int:
-    """`batch_size`, or largest + 1 when None. ValueError names the first row of `batch` (N,) above it."""
+def resolve_batch_size(batch_size: int | None, largest: int, rows: torch.Tensor, name: str) -> int:
+    """`batch_size`, or largest + 1 when None. ValueError names the first of `rows`, batch indices (N,) or
+    coordinates (N, 4), above it."""
     if batch_size is None:
         return largest + 1
     if largest >= batch_size:
+        batch = rows if rows.dim() == 1 else rows[:, 0]
         row = int(torch.nonzero(batch >= batch_size)[0])
         raise ValueError(f"{name} row {row} has batch index {int(batch[row])}, batch_size is {batch_size}")
     return batch_size

@@ -151,7 +151,8 @@ def _cached(source: CoordSet, key: Derived, max_voxels: int | None) -> CoordSet:
     made = source.derived.get(key)
     if made is None or made._made.written:
         made = _made_once(source, key, limit)
-    check_count(made.num, limit, source.num)
+    if made.num > limit:
+        raise _too_many(made.num, limit, source.num)
     return made
 
 
@@ -159,8 +160,10 @@ def _cached(source: CoordSet, key: Derived, max_voxels: int | None) -> CoordSet:
 def _made_once(source: CoordSet, key: Derived, limit: int) -> CoordSet:
     with source._index.lock:
         made = source.derived.get(key)
-        if made is None or made._made.written:
-            source.derived.pop(key, None)  # somebody wrote into its coordinates
+        if made is not None and made._made.written:
+            del source.derived[key]  # somebody wrote into its coordinates
+            made = None
+        if made is None:
             made = _make(source, key, limit)
             keep(source.derived, key, made, _KEPT["derived"])
             if source.place is not None:
@@ -173,7 +176,7 @@ def _make(source: CoordSet, key: Derived, limit: int) -> CoordSet:
         return source.derive(key)
     geometry = key.geometry
     if source.device.type == "cuda":
-        refuse_capture(f"the output coordinates of a layer ({_kernel(geometry)})", source.device)
+        refuse_capture(lambda: f"the output coordinates of a layer ({_kernel(geometry)})", source.device)
         made = _make_cuda(source, key, limit)
     else:
         with torch.inference_mode(False), torch.no_grad():

@@ -8,6 +8,7 @@ is its own opposite with the offsets mirrored.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -65,8 +66,8 @@ class Geometry(NamedTuple):
     @property
     def mirrored(self) -> bool:
         """Whether the offsets are their own negatives, in reverse order."""
-        axes = zip(self.kernel_size, self.dilation, self.padding, strict=True)
-        return all((size - 1) * dilation == 2 * padding for size, dilation, padding in axes)
+        (i, j, k), _, (a, b, c), (x, y, z) = self
+        return (i - 1) * a == 2 * x and (j - 1) * b == 2 * y and (k - 1) * c == 2 * z
 
 
 class Direction:
@@ -77,17 +78,22 @@ class Direction:
     """
 
     def __init__(
-        self, tensors: list[torch.Tensor], num_pairs: int | None, stats: torch.Tensor | None = None
+        self,
+        tensors: list[torch.Tensor],
+        num_pairs: int | None,
+        stats: torch.Tensor | None = None,
+        beside: Made | None = None,
     ) -> None:
         self.tensors = tensors
-        self.made = Made(tensors if stats is None else [*tensors, stats], "the tensors of a kernel map")
+        kept = tensors if stats is None else [*tensors, stats]
+        self.made = Made(kept, "the tensors of a kernel map", beside)
         self.counts: Made | None = None
         """KernelMap.counts, once asked for"""
         self.wanted: Wanted | None = None
         """why it was made before a layer asked for it"""
         self._num_pairs = num_pairs
         self._stats = stats
-        self._lock = new_lock()
+        self._lock = contextlib.nullcontext() if stats is None else new_lock()
 
     @property
     def num_pairs(self) -> int:
@@ -270,7 +276,7 @@ class KernelMap:
     @property
     def made(self) -> Made:
         """The tensors as they are kept: `CoordSet.use`."""
-        return self._direction().made
+        return self._found().made
 
     @property
     def num_pairs(self) -> int:
@@ -285,7 +291,7 @@ class KernelMap:
         if made is None:
             if torch.compiler.is_compiling():  # a traced tensor is one of its graph
                 return self._count(direction)
-            with direction._lock, torch.inference_mode(False), torch.no_grad():
+            with self._core.lock, torch.inference_mode(False), torch.no_grad():
                 made = direction.counts
                 if made is None:
                     what = "the neighbour counts of a kernel map"
@@ -304,12 +310,16 @@ class KernelMap:
         return held_bytes([*(tensor for d in sides for tensor in d.tensors), *counts])
 
     def _direction(self) -> Direction:
+        direction = self._found()
+        direction.made.get()  # checked, and for this stream
+        return direction
+
+    def _found(self) -> Direction:
         direction = self._core.sides.get(self.reverse)
         if direction is None:
-            direction = self._build()
-        elif direction.wanted is not None:
+            return self._build()
+        if direction.wanted is not None:
             direction.wanted.taken = True
-        direction.made.get()  # checked, and for this stream
         return direction
 
     @property
@@ -329,8 +339,7 @@ class KernelMap:
             if self.in_coords.sized or self.out_coords.sized:
                 made = self.in_coords.plan(self.out_coords, core.geometry, self.reverse)
             elif self.device.type == "cuda":
-                kind = "the transposed kernel map" if self.reverse else "the kernel map"
-                refuse_capture(f"{kind} (kernel_size {self.kernel_size}, stride {self.stride})", self.device)
+                refuse_capture(self._what, self.device)
                 made = _build_cuda(self.in_coords, self.out_coords, core.geometry, self.reverse)
             else:
                 # Normal tensors also under inference_mode: a later training pass saves them for its backward.
@@ -342,6 +351,10 @@ class KernelMap:
             if self.in_coords.place is not None:
                 self.in_coords.place.mapped(self.out_coords.place, core, self.reverse, made)
             return made
+
+    def _what(self) -> str:
+        kind = "the transposed kernel map" if self.reverse else "the kernel map"
+        return f"{kind} (kernel_size {self.kernel_size}, stride {self.stride})"
 
     @property
     def core(self) -> MapCore:
@@ -444,7 +457,7 @@ class KernelMap:
         return KernelMap(inputs, outputs, moved, self.reverse)._built()
 
     def _built(self) -> KernelMap:
-        self._direction()
+        self._found()
         return self
 
     def free(self) -> None:
@@ -566,22 +579,35 @@ def kernel_map(
             being.
         RuntimeError: the coordinates are on a GPU and this build has no CUDA kernels.
     """
-    source = _coord_set(in_coords, "in_coords")
-    make = geometry_of
-    if not torch.compiler.is_compiling() and padding is None:
-        cubic = type(kernel_size) is type(dilation) is type(stride) is int
-        make = _cubic_geometry if cubic else geometry_of
+    cubic = type(kernel_size) is type(dilation) is type(stride) is int and padding is None
+    make = _cubic_geometry if cubic and not torch.compiler.is_compiling() else geometry_of
     geometry = make(kernel_size, dilation, stride, padding)
-    step = geometry.stride
+    source, more = _coord_set(in_coords, "in_coords"), output_padding_triple(output_padding)
+    target = None if out_coords is None else _coord_set(out_coords, "out_coords")
+    rule = check_outputs(outputs), max_voxels, more
+    return map_over(source, geometry, target, transposed, generative, *rule)
+
+
+def map_over(
+    source: CoordSet,
+    geometry: Geometry,
+    out_coords: CoordSet | None,
+    transposed: bool,
+    generative: bool,
+    outputs: str = "windows",
+    max_voxels: int | None = None,
+    output_padding: Triple = (0, 0, 0),
+) -> KernelMap:
+    """`kernel_map` of arguments that have been checked."""
     flipped = False  # cached on the set that the other one was made from
+    source = source.sites
     if out_coords is not None:
-        target = _coord_set(out_coords, "out_coords")
+        target = out_coords.sites
     else:
-        more = output_padding_triple(output_padding)
-        rule = check_outputs(outputs), max_voxels, more
+        rule = outputs, max_voxels, output_padding
         target, flipped = made_from(source, geometry, transposed, generative, *rule)
     if target is not source:
-        if out_coords is not None and not transposed and step != (1, 1, 1):
+        if out_coords is not None and not transposed and geometry.stride != (1, 1, 1):
             target.remember(source, geometry)
         if source.device != target.device:
             raise ValueError(f"out_coords is on {target.device}, in_coords is on {source.device}")
@@ -626,7 +652,7 @@ def geometry_of(
     stride: int | Sequence[int],
     padding: int | Sequence[int] | None,
 ) -> Geometry:
-    """The arguments of `kernel_map`, checked."""
+    """The arguments of `kernel_map`, checked: TypeError or ValueError naming the one that is wrong."""
     size = triple(kernel_size, "kernel_size", 1, MAX_KERNEL)
     step = triple(stride, "stride", 1, MAX_STRIDE)
     spread = triple(dilation, "dilation", 1, MAX_OFFSET)
@@ -765,7 +791,7 @@ def neighbor_table(tensors: list[torch.Tensor], kernel_volume: int, n_out: int) 
 
 
 def _coord_set(value: CoordSet | Voxels, name: str) -> CoordSet:
-    coords = getattr(value, "coord_set", value)
+    coords = value if isinstance(value, CoordSet) else getattr(value, "coord_set", None)
     if not isinstance(coords, CoordSet):
         raise TypeError(f"{name} must be a CoordSet or a Voxels, got {type(value).__name__}")
     return coords.sites
@@ -784,18 +810,17 @@ def plan_rule(geometry: Geometry, reverse: bool) -> tuple[Triple, list[int], lis
 def _build_cuda(in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, reverse: bool) -> Direction:
     """The tile plan; symmetry saves nothing there."""
     in_order, hash_blocks = in_coords.hash_index()
-    out_order = out_coords.hash_index().order
+    out_order = in_order if out_coords is in_coords else out_coords.hash_index().order
     *tensors, stats, pairs = _C.build_plan(
         out_coords.coords, out_order, hash_blocks, in_order, *plan_rule(geometry, reverse)
     )
-    tensors.append(size_tensor(in_coords.coords, out_coords.coords))
+    tensors.append(size_tensor(in_coords._coords, out_coords._coords))
     return Direction(tensors, None, stats) if pairs < 0 else Direction(tensors, pairs)
 
 
 def size_tensor(in_coords: torch.Tensor, out_coords: torch.Tensor) -> torch.Tensor:
     """What tells the ops, by its shape alone, between how many rows a map leads."""
-    with torch.inference_mode(False):
-        return torch.empty((0, len(in_coords), len(out_coords)), dtype=torch.int32, device=in_coords.device)
+    return _C.map_size(in_coords, len(in_coords), len(out_coords))
 
 
 def _build_cpu(
@@ -806,7 +831,7 @@ def _build_cpu(
     tensors = cpu_pairs(
         *in_coords.sorted_keys(), out_row, out_coords.coords, geometry, reverse, symmetric=symmetric
     )
-    return Direction([*tensors, size_tensor(in_coords.coords, out_coords.coords)], len(tensors[0]))
+    return Direction([*tensors, size_tensor(in_coords._coords, out_coords._coords)], len(tensors[0]))
 
 
 def cpu_pairs(
@@ -828,19 +853,18 @@ def cpu_pairs(
     mul, div = (one, geometry.stride) if reverse else (geometry.stride, one)
     offsets = geometry.offsets(reverse)
     n_in, n_out = len(ordered), len(out_row)
+    in_order = ordered
     ordered = torch.cat(
         [ordered, ordered.new_zeros(1)]
     )  # searches that run off the end find something to read
     coords = out_coords[out_row]
+    batch, *columns = coords.long().unbind(1)
     axes = [
-        {
-            add: _axis_query(coords[:, 1 + axis], mul[axis], add, div[axis], axis)
-            for add in {o[axis] for o in offsets}
-        }
-        for axis in range(3)
+        {add: _axis_query(column, mul[axis], add, div[axis], axis) for add in {o[axis] for o in offsets}}
+        for axis, column in enumerate(columns)
     ]
     # Buffers for all offsets: fresh memory for every step would cost more than the searches.
-    batch = pack_batch(coords[:, 0])
+    batch = pack_batch(batch)
     key, place, seen = (torch.empty(n_out, dtype=torch.int64, device=batch.device) for _ in range(3))
     hit = torch.empty(n_out, dtype=torch.bool, device=batch.device)
     neighbour = torch.empty(len(out_coords), dtype=torch.int64, device=batch.device)
@@ -853,7 +877,7 @@ def cpu_pairs(
         else:
             queries = [cache[add] for cache, add in zip(axes, offset, strict=True)]
             torch.add(batch, queries[0][0], out=key).add_(queries[1][0]).add_(queries[2][0])
-            torch.searchsorted(ordered[:n_in], key, out=place)
+            torch.searchsorted(in_order, key, out=place)
             torch.eq(torch.index_select(ordered, 0, place, out=seen), key, out=hit)
             hit &= place < n_in
             for _, ok in queries:
@@ -873,8 +897,8 @@ def cpu_pairs(
 def _axis_query(
     column: torch.Tensor, mul: int, add: int, div: int, axis: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Part of the packed query key that one axis makes, and which rows have one (None: all)."""
-    query = column.long() * mul + add
+    """Part of the packed query key that an int64 column makes, and which rows have one (None: all)."""
+    query = column + add if mul == 1 else column * mul + add
     ok = (query >= COORD_MIN * div) & (query <= COORD_MAX * div)
     if div != 1:
         ok &= query % div == 0

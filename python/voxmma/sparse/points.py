@@ -51,10 +51,10 @@ def merge(
     if bad >= 0:
         raise ValueError(explain_unpackable(bad, coords[bad].tolist()))
     if runs is not None:
-        samples = resolve_batch_size(batch_size, runs.largest_batch, coords[:, 0], "coords")
+        samples = resolve_batch_size(batch_size, runs.largest_batch, coords, "coords")
         return _merge_runs(runs, feats, samples, reduce)
     largest = int(coords[:, 0].max()) if len(coords) else -1
-    samples = resolve_batch_size(batch_size, largest, coords[:, 0], "coords")
+    samples = resolve_batch_size(batch_size, largest, coords, "coords")
     return _merge(pack(narrow(coords)), feats, samples, reduce)
 
 

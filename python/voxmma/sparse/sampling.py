@@ -90,15 +90,20 @@ def devoxelise(
     points, _, batch, _ = join_samples(points, nothing, batch_index, x.batch_size, check=False)
     if points.device != x.device:
         raise ValueError(f"points is on {points.device}, x is on {x.device}")
-    if x.num_voxels and points.dtype in FEATURE_DTYPES and kernels_take(x.feats):
+    sized = x.coord_set.sized
+    if not sized and x.num_voxels and points.dtype in FEATURE_DTYPES and kernels_take(x.feats):
         located = _locate(x, points, batch, grid_of(voxel_size, origin), mode == "trilinear")
         if located is not None:  # else the lines below find out what is wrong
             return Interpolate.apply(x.feats, *located)
-    if one:
+    if one and not sized:
         check_batch(batch, x.batch_size)
     position = grid_positions(points, voxel_size, origin)
     finite = position.isfinite().all(1)
-    if not bool(finite.all()):
+    if sized:
+        there = finite & (batch >= 0) & (batch < x.batch_size)
+        x.coord_set.check_points(torch.where(there.unsqueeze(1), position, torch.nan))
+        position = torch.where(finite.unsqueeze(1), position, 0)
+    elif not bool(finite.all()):
         row = int(torch.nonzero(~finite)[0])
         raise ValueError(f"points row {row} is not finite: {tuple(points[row].tolist())}")
     size = per_axis(x.stride, points.device)
@@ -120,6 +125,8 @@ def devoxelise(
     total = functools.reduce(torch.add, weights)  # one after another, as the kernel does
     total = torch.where(total > 0, total, 1)
     shares = torch.stack(weights, dim=1) / total.unsqueeze(1)
+    if sized:
+        return x.coord_set.weighted(x.feats, torch.stack(rows, dim=1), shares)
     return weighted(x.feats, torch.stack(rows, dim=1), shares)
 
 

@@ -11,12 +11,15 @@ be read when it suits. Results are wrong then, and nothing is read or written ou
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from voxmma._extension import _C
-from voxmma.sparse.coords import Bounds, first_duplicate, pack, unpack
+from voxmma.sparse.coords import Bounds, find_rows, first_duplicate, pack, unpack
 from voxmma.sparse.derive import _NONE, Derived, _candidates, _distinct, reach
 from voxmma.sparse.maps import Geometry, cpu_pairs, plan_rule, size_tensor
 
@@ -98,9 +101,29 @@ def derive_sized(source: SizedSet, made: Derived, capacity: int, status: torch.T
     return SizedSet(_room(sites[:number], capacity), count, inner, index, bounds)
 
 
+def lookup_sized(made: SizedSet, query: torch.Tensor) -> torch.Tensor:
+    """CoordSet.lookup in a set: rows (M,) int64 of any (M, 4) integers, -1 where it has none."""
+    if query.is_cuda:
+        rows: torch.Tensor = _C.lookup_rows(query, *made.index)
+        return rows
+    number = _number(made.count, made.coords)
+    return find_rows(query, made.index[0][:number], made.index[1][:number])
+
+
 def plan_room(geometry: Geometry, reverse: bool, n_in: int, n_out: int) -> tuple[int, int, int, int]:
     """Passes, and units of 4 unique rows, that a map on a GPU takes as a rule; then, that always suffice."""
     return _C.plan_room(n_out, n_in, *plan_rule(geometry, reverse))
+
+
+class Plan(NamedTuple):
+    """A kernel map to be made."""
+
+    inputs: SizedSet
+    outputs: SizedSet
+    geometry: Geometry
+    reverse: bool
+    room: tuple[int, int]
+    """for a GPU: passes and units of 4 unique rows; a tile that finds none is left out"""
 
 
 def plan_sized(
@@ -115,24 +138,49 @@ def plan_sized(
     """The tensors of a kernel map (maps.KernelMap) for as many rows as `inputs` and `outputs` have room for.
 
     Rows from the count on have no inputs, and on a GPU no place in the plan: results for them mean nothing.
-    `room`, for a GPU, is a number of passes and of units of 4 unique rows; a tile that finds none is left out
-    like those.
+    `room`: see `Plan`.
 
     status: [units of 4 unique rows, passes, pairs, unused], as many as are needed.
 
     `compact`: only tiles that have rows are on the schedule, (2, tiles, 4) at the beginning of its memory.
     """
-    if outputs.coords.is_cuda:
-        (order, _), (in_order, blocks), rule = outputs.index, inputs.index, plan_rule(geometry, reverse)
-        made = outputs.coords, outputs.count, order, blocks, in_order
-        tensors = list(_C.plan_sized(*made, *rule, *room, status, compact))
+    return plans_sized([Plan(inputs, outputs, geometry, reverse, room)], status.view(1, 4), compact)[0]
+
+
+def plans_sized(
+    plans: Sequence[Plan], status: torch.Tensor, compact: bool = False
+) -> list[list[torch.Tensor]]:
+    """`plan_sized` of several maps, side by side on a GPU. status: (plans, 4)."""
+    if plans and status.is_cuda:
+        rules = [[*itertools.chain(*plan_rule(p.geometry, p.reverse)), *p.room] for p in plans]
+        outputs = [p.outputs for p in plans]
+        made: list[list[torch.Tensor]] = [
+            list(tensors)
+            for tensors in _C.plans_sized(
+                [out.coords for out in outputs],
+                [out.count for out in outputs],
+                [out.index[0] for out in outputs],
+                [p.inputs.index[1] for p in plans],
+                [p.inputs.index[0] for p in plans],
+                rules,
+                status,
+                compact,
+            )
+        ]
     else:
-        n_in, n_out = (_number(side.count, side.coords) for side in (inputs, outputs))
-        keys, row = inputs.index
-        out_row = outputs.index[1][:n_out]
-        tensors = cpu_pairs(keys[:n_in], row[:n_in], out_row, outputs.coords, geometry, reverse)
-        _tell(status, 0, 0, len(tensors[0]), 0)
-    return [*tensors, size_tensor(inputs.coords, outputs.coords)]
+        made = [_pairs(p) for p in plans]
+        for line, tensors in zip(status, made, strict=True):
+            _tell(line, 0, 0, len(tensors[0]), 0)
+    for plan, tensors in zip(plans, made, strict=True):
+        tensors.append(size_tensor(plan.inputs.coords, plan.outputs.coords))
+    return made
+
+
+def _pairs(plan: Plan) -> list[torch.Tensor]:
+    n_in, n_out = (_number(side.count, side.coords) for side in (plan.inputs, plan.outputs))
+    keys, row = plan.inputs.index
+    out_row = plan.outputs.index[1][:n_out]
+    return cpu_pairs(keys[:n_in], row[:n_in], out_row, plan.outputs.coords, plan.geometry, plan.reverse)
 
 
 def _number(count: torch.Tensor, coords: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ def convert_to_int_list(arg: Any, dimension: int) -> list[int]:
 
 def convert_to_int_tensor(arg: Any, dimension: int) -> torch.Tensor:
     """`convert_to_int_list` as an int32 tensor."""
-    return torch.tensor(convert_to_int_list(arg, dimension), dtype=torch.int32)
+    return torch.tensor(convert_to_int_list(arg, dimension), dtype=torch.int32, device="cpu")
 
 
 def check_dimension(dimension: Any) -> int:

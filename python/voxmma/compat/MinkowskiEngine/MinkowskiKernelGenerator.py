@@ -103,7 +103,7 @@ class KernelGenerator:
         for axis, centre in enumerate(middle):
             for step in itertools.chain(range(1, centre + 1), range(-centre, 0)):
                 cells.append(self._cell([m + step * (a == axis) for a, m in enumerate(middle)]))
-        self.cells = torch.tensor(cells)
+        self.cells = torch.tensor(cells, dtype=torch.int64, device="cpu")
 
     def _custom(self, region_offsets: Any) -> list[int]:
         if region_offsets is None or region_offsets.dim() != 2 or region_offsets.shape[1] != self.dimension:
@@ -115,7 +115,9 @@ class KernelGenerator:
         high = [max(column) for column in zip(*offsets, strict=True)]
         self.kernel_size = [h - v + 1 for v, h in zip(low, high, strict=True)]
         self.cells = torch.tensor(
-            [self._cell([o - v for o, v in zip(row, low, strict=True)]) for row in offsets]
+            [self._cell([o - v for o, v in zip(row, low, strict=True)]) for row in offsets],
+            dtype=torch.int64,
+            device="cpu",
         )
         if len(set(self.cells.tolist())) != len(offsets):
             raise ValueError("region_offsets hold an offset twice")

@@ -141,9 +141,9 @@ class MinkowskiSinusoidal(MinkowskiModuleBase):
     def __init__(self, in_channel: int, out_channel: int) -> None:
         super().__init__()
         self.in_channel, self.out_channel = in_channel, out_channel
-        self.kernel = nn.Parameter(torch.rand(in_channel, out_channel))
-        self.bias = nn.Parameter(torch.rand(1, out_channel))
-        self.coef = nn.Parameter(torch.rand(1, out_channel))
+        self.kernel = nn.Parameter(torch.rand(in_channel, out_channel, device=None, dtype=None))
+        self.bias = nn.Parameter(torch.rand(1, out_channel, device=None, dtype=None))
+        self.coef = nn.Parameter(torch.rand(1, out_channel, device=None, dtype=None))
 
     def forward(self, input: _T) -> _T:
         return input._with(torch.sin(input.F @ self.kernel + self.bias) * self.coef)

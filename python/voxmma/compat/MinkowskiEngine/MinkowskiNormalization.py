@@ -73,8 +73,8 @@ class MinkowskiInstanceNorm(MinkowskiModuleBase):
     def __init__(self, num_features: int) -> None:
         super().__init__()
         self.num_features = num_features
-        self.weight = nn.Parameter(torch.ones(1, num_features))
-        self.bias = nn.Parameter(torch.zeros(1, num_features))
+        self.weight = nn.Parameter(torch.ones(1, num_features, device=None, dtype=None))
+        self.bias = nn.Parameter(torch.zeros(1, num_features, device=None, dtype=None))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)

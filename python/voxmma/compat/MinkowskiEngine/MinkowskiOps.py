@@ -76,7 +76,7 @@ def var(*sparse_tensors: Any) -> Any:
 
 def dense_coordinates(shape: Sequence[int]) -> torch.Tensor:
     """(B * X * ..., 1 + D) int32 coordinates of every cell of a grid (B, C, X, ...)."""
-    axes = [torch.arange(n, dtype=torch.int32) for n in (shape[0], *shape[2:])]
+    axes = [torch.arange(n, dtype=torch.int32, device="cpu") for n in (shape[0], *shape[2:])]
     return torch.cartesian_prod(*axes)
 
 

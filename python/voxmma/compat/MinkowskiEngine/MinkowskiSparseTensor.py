@@ -252,7 +252,7 @@ class SparseTensor(Tensor):
             shape = torch.Size([int(self.C[:, 0].max()) + 1, self.F.shape[1], *ends])
         if len(shape) != size + 2:
             raise ValueError(f"shape must have {size + 2} numbers, got {tuple(shape)}")
-        limit = torch.tensor([shape[0], *shape[2:]], device=self.device)
+        limit = torch.tensor([shape[0], *shape[2:]], dtype=torch.int64, device=self.device)
         index = torch.cat([self.C[:, :1], cells], dim=1).long()
         outside = ((index < 0) | (index >= limit)).any(1)
         if bool(outside.any()):
@@ -274,7 +274,11 @@ class SparseTensor(Tensor):
         ends = cells.amax(0) if max_coords is None else (max_coords.to(self.device) - low) // stride
         index = torch.cat([self.C[:, :1], cells], dim=1).long().t()
         size = [int(self.C[:, 0].max()) + 1, *(ends + 1).tolist(), self.F.shape[1]]
-        return torch.sparse_coo_tensor(index, self.F, size), low, stride.cpu()
+        return (
+            torch.sparse_coo_tensor(index, self.F, size, dtype=self.F.dtype, device=self.F.device),
+            low,
+            stride.cpu(),
+        )
 
 
 def target_key(

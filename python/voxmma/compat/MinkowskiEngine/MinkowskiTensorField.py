@@ -102,7 +102,7 @@ class TensorField(Tensor):
             key = coordinate_map_key
             inverse = self._manager.field_rows(field, key)
             count = self._manager.size(key)
-            first = torch.full((count,), len(inverse), device=inverse.device)
+            first = torch.full((count,), len(inverse), dtype=torch.int64, device=inverse.device)
             numbers = torch.arange(len(inverse), device=inverse.device)
             first = first.scatter_reduce(0, inverse, numbers, "amin").clamp(max=len(inverse) - 1)
             feats = merge(self._feats, first, inverse, mode)
@@ -114,9 +114,12 @@ class TensorField(Tensor):
         """The corners of the cells around the points, with the features of the points, each shared linearly
         among its 2^D corners; `SparseTensor.interpolate` is the transpose."""
         manager = self._manager
-        points, step = self.C, torch.tensor([1, *self.tensor_stride], device=self.device)
+        points, step = self.C, torch.tensor([1, *self.tensor_stride], dtype=torch.int64, device=self.device)
         low = whole(points.div(step, rounding_mode="floor"), "coordinates") * step
-        corners = torch.tensor(list(itertools.product((0,), *[(0, 1)] * self.D)), device=self.device) * step
+        corners = torch.tensor(
+            list(itertools.product((0,), *[(0, 1)] * self.D)), dtype=torch.int64, device=self.device
+        )
+        corners = corners * step
         cells = torch.unique((low.unsqueeze(1) + corners).flatten(0, 1), dim=0)
         key, _ = manager.insert_and_map(cells, self.tensor_stride)
         rows, weights = manager.interpolation(key, points)

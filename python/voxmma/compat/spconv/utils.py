@@ -111,8 +111,8 @@ class VoxelGenerator:
         edges, corners = real_numbers(voxel_size, 3), real_numbers(point_cloud_range, 6)
         if edges is None or corners is None:
             raise ValueError(
-                f"voxel_size must be 3 and point_cloud_range 6 numbers, got {voxel_size!r}, "
-                f"{point_cloud_range!r}"
+                f"voxel_size must be 3 and point_cloud_range 6 numbers, got "
+                f"{voxel_size!r}, {point_cloud_range!r}"
             )
         self._range, self._size = np.array(corners, np.float32), np.array(edges, np.float32)
         self._points = positive(max_num_points, "max_num_points")

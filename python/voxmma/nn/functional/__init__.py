@@ -14,7 +14,7 @@ from voxmma.nn.functional.activation import (
     tanh,
 )
 from voxmma.nn.functional.container import add, add_union, cat, checkpoint
-from voxmma.nn.functional.norm import batch_norm, group_norm, instance_norm, sync_batch_norm
+from voxmma.nn.functional.norm import batch_norm, group_norm, instance_norm, norm_act, sync_batch_norm
 from voxmma.nn.functional.pool import (
     PoolIndices,
     avg_pool,
@@ -55,6 +55,7 @@ __all__ = [
     "max_unpool",
     "min_pool",
     "min_pool_with_indices",
+    "norm_act",
     "relu",
     "rms_norm",
     "sigmoid",

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.overrides import has_torch_function
 
 from voxmma._dynamo import eager
 from voxmma._types import positive
 from voxmma.nn.functional.activation import follow
+from voxmma.ops.cpu import ACTIVATIONS
+from voxmma.sparse.points import FEATURE_DTYPES
 from voxmma.sparse.segments import sample_mean, spread, statistics_break
 from voxmma.sparse.tensor import Voxels
 
@@ -43,6 +46,63 @@ def batch_norm(
         return F.batch_norm(feats, mean, var, weight, bias, own, momentum, eps)
 
     return follow("batch_norm", normalise, x)
+
+
+def norm_act(
+    x: Any,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    residual: Any = None,
+    activation: str = "none",
+    slope: float = 0.01,
+) -> Any:
+    """`activation(batch_norm(x, training=True) + residual)`, (N, C) -> (N, C), on Voxels or a tensor.
+
+    activation: 'none', 'relu', 'leaky_relu' with its slope, 'silu' or 'gelu' (erf). residual: as x, on the
+    coordinate set of x. On a GPU one pass makes the statistics, one the result, and two the gradient; sums of
+    the rows in a fixed order, rounded once (docs/precision.md), and x, statistics and residual (of relu the
+    result) are kept for the gradient. Else, and under torch.compile, torch's functions one after another.
+
+    ValueError for another activation, or a residual on other coordinates.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    voxels = isinstance(x, Voxels)
+    rows = x.feats if voxels else x
+    added = residual.feats if isinstance(residual, Voxels) else residual
+    if voxels and isinstance(residual, Voxels) and residual.coord_set is not x.coord_set:
+        raise ValueError("residual must be on the coordinate set of x: x.with_feats(x.align(residual))")
+    numbers = (weight, bias, running_mean, running_var)
+    if one_pass(rows, added, numbers):
+        y, _ = torch.ops.voxmma.norm_act(rows, *numbers, momentum, eps, added, activation, slope)
+    else:
+        y = batch_norm(rows, running_mean, running_var, weight, bias, True, momentum, eps)
+        y = ACTIVATIONS[activation](y if added is None else y + added, slope)
+    if not voxels:
+        return y
+    return x._after(y, f"norm_act({activation})") if added is None else x.with_feats(y)
+
+
+def one_pass(
+    x: torch.Tensor, residual: torch.Tensor | None, numbers: tuple[torch.Tensor | None, ...]
+) -> bool:
+    """Whether the kernels take this call: a GPU, rows of one dtype, two or more, nobody who watches."""
+    if not x.is_cuda or torch.compiler.is_compiling() or x.dtype not in FEATURE_DTYPES or x.shape[0] < 2:
+        return False
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
+        return False
+    halves = (torch.float16, torch.bfloat16)
+    taken = (x.dtype, torch.float32) if x.dtype in halves else (x.dtype,)
+    mean, var = numbers[2:]
+    if (mean is None) != (var is None) or (mean is not None and var is not None and mean.dtype != var.dtype):
+        return False
+    return all(t is None or (t.dtype in taken and t.is_contiguous()) for t in numbers) and not (
+        has_torch_function((x, residual, *numbers))
+    )
 
 
 def sync_batch_norm(

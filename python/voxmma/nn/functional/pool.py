@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from voxmma._dynamo import eager
-from voxmma.dispatch.config import KernelSize, dilation_triple, kernel_triple, stride_triple
+from voxmma.dispatch.config import KernelSize, kernel_triple
 from voxmma.dispatch.mapping import Target, Window, resolve_map
 from voxmma.sparse.coords import CoordSet
-from voxmma.sparse.maps import Geometry, KernelMap, padding_triple, traceable
+from voxmma.sparse.maps import Geometry, KernelMap, geometry_of, traceable
 from voxmma.sparse.points import FEATURE_DTYPES
 from voxmma.sparse.segments import sample_argmax, sample_mean, sample_sum, statistics_break
 from voxmma.sparse.tensor import Voxels
@@ -34,10 +34,8 @@ def _windowed(
     coords: Target | None,
     kernel_map: KernelMap | None,
 ) -> tuple[KernelMap, CoordSet, tuple[int, int, int]]:
-    size, spread = kernel_triple(kernel_size), dilation_triple(dilation)
-    step = size if stride is None else stride_triple(stride)
-    pad = None if padding is None else padding_triple(padding, size, spread)
-    return resolve_map(x, Window(size, step, spread, pad), coords, kernel_map)
+    geometry = geometry_of(kernel_size, dilation, kernel_size if stride is None else stride, padding)
+    return resolve_map(x, Window(geometry, padding), coords, kernel_map)
 
 
 def _breaks(
@@ -52,9 +50,7 @@ def _breaks(
     """Whether torch.compile has to leave a pooling to eager code; see voxmma.sparse.maps.traceable."""
     if not torch.compiler.is_compiling() or kernel_map is not None or not isinstance(x, Voxels):
         return False
-    size, spread = kernel_triple(kernel_size), dilation_triple(dilation)
-    step = size if stride is None else stride_triple(stride)
-    geometry = Geometry(size, step, spread, padding_triple(padding, size, spread))
+    geometry = geometry_of(kernel_size, dilation, kernel_size if stride is None else stride, padding)
     return not traceable(x.coord_set, geometry, coords is not None)
 
 
@@ -306,7 +302,7 @@ def unpool(
     if torch.compiler.is_compiling() and coords is None and not x.coord_set.traced:
         return _unpool_outside(x, stride, generative=generative, max_voxels=max_voxels)
     size = kernel_triple(stride)
-    window = Window(size, size, (1, 1, 1), (0, 0, 0), True, generative, max_voxels)
+    window = Window(Geometry(size, size, (1, 1, 1), (0, 0, 0)), 0, True, generative, max_voxels)
     x = x.sites()
     over, out_coords, out_stride = resolve_map(x, window, coords)
     return Voxels._make(*out_coords.expand(_sum(x.feats, over)), out_stride)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.overrides import has_torch_function
 
@@ -13,6 +15,7 @@ from voxmma.dispatch.calls import call
 from voxmma.dispatch.epilogue import Activation, Epilogue, Norm
 from voxmma.dispatch.observers import observed
 from voxmma.nn.functional.activation import apply_module
+from voxmma.nn.functional.norm import norm_act, one_pass
 from voxmma.nn.modules import activation, norm
 from voxmma.nn.modules.sparse_conv import _PLAIN as _CONVOLUTIONS
 from voxmma.sparse.tensor import Voxels
@@ -45,11 +48,17 @@ for _ours, _theirs, _kind in (
 
 def is_plain(module: nn.Module) -> bool:
     """Whether every module inside is of a class that, bases included, comes from torch."""
+    of_torch = _of_torch if torch.compiler.is_compiling() else _known_of_torch
+    return of_torch(type(module)) and all(of_torch(type(part)) for part in module.modules())
+
+
+def _of_torch(cls: type) -> bool:
     return all(
-        cls.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc")
-        for part in module.modules()
-        for cls in type(part).__mro__
+        base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc") for base in cls.__mro__
     )
+
+
+_known_of_torch = functools.lru_cache(maxsize=256)(_of_torch)
 
 
 def untouched(module: nn.Module) -> bool:
@@ -90,9 +99,9 @@ def activation_of(layer: Any) -> Activation | None:
     return None if found is None else Activation(*found, type(layer).__name__)
 
 
-def _epilogue(layers: Sequence[nn.Module | Add], first: int) -> tuple[Epilogue, int]:
+def _epilogue(layers: Sequence[nn.Module | Add], first: int) -> tuple[Epilogue | None, int]:
     """What may follow a convolution, of the layers from `first` on: norm, sum, activation, in this order; and
-    the layer after it."""
+    the layer after it. None where nothing may."""
     at, end = first, len(layers)
     found = norm_of(layers[at]) if at < end else None
     at += found is not None
@@ -100,6 +109,8 @@ def _epilogue(layers: Sequence[nn.Module | Add], first: int) -> tuple[Epilogue, 
     at += isinstance(add, Add)
     act = activation_of(layers[at]) if at < end else None
     at += act is not None
+    if at == first:
+        return None, at
     if isinstance(add, Add):
         return Epilogue(found, add.residual, act, add.first), at
     return Epilogue(found, None, act), at
@@ -122,14 +133,54 @@ def run_layers(layers: Sequence[nn.Module | Add], x: Any) -> Any:
             continue
         if not single and type(layer) in _CONVOLUTIONS and isinstance(x, Voxels) and untouched(layer):
             conv: Any = layer
-            then, end = _epilogue(layers, at)
             own = conv._parameters
-            if end > at and "weight" in own and "bias" in own:
+            then, end = _epilogue(layers, at)
+            if then is not None and "weight" in own and "bias" in own:
                 x = call(conv.config, x, own["weight"], own["bias"], then=then)
+                at = end
+                continue
+        if not single and type(layer) in _NORMS and layer.training and isinstance(x, Voxels):
+            end = at + _behind_training(layer, layers, at, x)
+            if end > at:
+                x = _train(layer, layers[at:end], x)
                 at = end
                 continue
         x = apply_module(layer, x) if is_plain(layer) else layer(x)
     return x
+
+
+def _behind_training(layer: Any, layers: Sequence[nn.Module | Add], first: int, x: Voxels) -> int:
+    """How many layers behind a norm in training, the `first` of them there, run in its pass: a sum, an
+    activation. Only on a GPU, where there are kernels for it, and by the statistics of this process."""
+    if not x._feats.is_cuda or not untouched(layer) or layer.momentum is None:
+        return 0
+    if type(layer) is norm.SyncBatchNorm and dist.is_initialized():
+        return 0
+    at, rows = first, None
+    add = layers[first] if first < len(layers) else None
+    if isinstance(add, Add):
+        if add.residual._coord_set is not x._coord_set:
+            return 0
+        at, rows = first + 1, add.residual._feats
+    at += int(at < len(layers) and activation_of(layers[at]) is not None)
+    numbers = layer.weight, layer.bias, layer.running_mean, layer.running_var
+    return at - first if at > first and one_pass(x._feats, rows, numbers) else 0
+
+
+def _train(layer: Any, behind: Sequence[nn.Module | Add], x: Voxels) -> Voxels:
+    """A norm in training and what is behind it, as torch's layer counts batches and keeps statistics."""
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+    add = behind[0] if isinstance(behind[0], Add) else None
+    act = activation_of(behind[-1])
+    kind, slope, name = act or ("none", 0.0, "")
+    rows = None if add is None else add.residual._feats
+    running = layer.running_mean, layer.running_var
+    numbers = (*running, layer.weight, layer.bias, layer.momentum, layer.eps)
+    y = norm_act(x._feats, *numbers, rows, kind, slope)
+    if add is not None:
+        return Voxels._make(x._coord_set, y, x._stride)
+    return x._after(y, f"{_NORMS[type(layer)]} (fused)")._after(y, f"{name} (fused)")
 
 
 def residual(body: nn.Module, x: Voxels, shortcut: Voxels, act: nn.Module) -> Any:

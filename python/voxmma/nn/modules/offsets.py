@@ -69,7 +69,7 @@ class _Kept(nn.Module):
     def __init__(self, rows: list[int], volume: int, device: torch.device) -> None:
         super().__init__()
         self.volume = volume
-        self.register_buffer("rows", torch.tensor(rows, device=device), persistent=False)
+        self.register_buffer("rows", torch.tensor(rows, dtype=torch.int64, device=device), persistent=False)
 
     def forward(self, kept: torch.Tensor) -> torch.Tensor:
         whole = kept.new_zeros((self.volume, *kept.shape[1:]))

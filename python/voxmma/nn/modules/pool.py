@@ -14,7 +14,7 @@ from voxmma.dispatch.mapping import Target
 from voxmma.nn.functional import pool as F
 from voxmma.nn.modules.sparse_conv import KernelSize2d
 from voxmma.sparse.derive import check_max_voxels
-from voxmma.sparse.maps import KernelMap, padding_triple
+from voxmma.sparse.maps import Geometry, KernelMap, padding_triple
 from voxmma.sparse.tensor import Voxels
 
 
@@ -32,7 +32,7 @@ class _Pool3d(nn.Module):
         self.stride = self.kernel_size if stride is None else stride_triple(stride)
         self.dilation = dilation_triple(dilation)
         self.padding = padding_triple(padding, self.kernel_size, self.dilation)
-        check_window(self.kernel_size, self.stride, self.dilation, self.padding)
+        check_window(Geometry(self.kernel_size, self.stride, self.dilation, self.padding))
 
     @staticmethod
     def _pool(x: Voxels, *window: Any, **target: Any) -> Voxels:

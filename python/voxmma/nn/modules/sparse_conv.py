@@ -153,8 +153,8 @@ class SparseConv3d(nn.Module):
             map_key=map_key,
             inverse_of=inverse_of,
         )
-        size, step, spread, pad = config.geometry
-        check_window(size, step, spread, pad, generative)
+        size, pad = config.geometry.kernel_size, config.geometry.padding
+        check_window(config.geometry, generative)
         name = f"{type(self).__name__}({in_channels}, {out_channels}, {'x'.join(map(str, size))})"
         self.config = replace(config, padding=pad, layer=name)
         self.in_channels = in_channels

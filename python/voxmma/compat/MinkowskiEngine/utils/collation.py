@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from voxmma.compat.sets import whole
+from voxmma.compat.sets import on_host, whole
 
 
 def batched_coordinates(coords: Any, dtype: torch.dtype = torch.int32, device: Any = None) -> torch.Tensor:
@@ -20,7 +20,7 @@ def batched_coordinates(coords: Any, dtype: torch.dtype = torch.int32, device: A
         raise TypeError("coords must be a sequence of arrays or tensors, at least one")
     parts: list[torch.Tensor] = []
     for number, sample in enumerate(coords):
-        rows = torch.as_tensor(sample)
+        rows = on_host(sample)
         if rows.dim() != 2 or (parts and rows.shape[1] != parts[0].shape[1] - 1):
             raise ValueError(f"coords[{number}] must be (N, D) as the others, got {tuple(rows.shape)}")
         rows = (whole(rows, f"coords[{number}]") if dtype == torch.int32 else rows.to(dtype)).to(device)
@@ -40,7 +40,7 @@ def sparse_collate(
     for number, (rows, values) in enumerate(zip(coords, feats, strict=True)):
         if len(rows) != len(values):
             raise ValueError(f"sample {number} has {len(rows)} coordinates and {len(values)} features")
-    made = batched_coordinates(coords, dtype, device), torch.cat([torch.as_tensor(f) for f in feats])
+    made = batched_coordinates(coords, dtype, device), torch.cat([on_host(f) for f in feats])
     if labels is None:
         return made
     found = [torch.from_numpy(v) if hasattr(v, "__array_interface__") else v for v in labels]

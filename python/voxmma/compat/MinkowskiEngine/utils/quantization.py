@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from voxmma.compat.sets import distinct, whole
+from voxmma.compat.sets import distinct, on_host, whole
 
 
 def fnv_hash_vec(arr: np.ndarray) -> np.ndarray:
@@ -52,7 +52,7 @@ def sparse_quantize(
 
     ValueError names what does not fit.
     """
-    points = torch.as_tensor(coordinates)
+    points = on_host(coordinates)
     array = isinstance(coordinates, np.ndarray)
     if points.dim() != 2:
         raise ValueError(f"coordinates must be (N, D), got shape {tuple(points.shape)}")
@@ -62,7 +62,7 @@ def sparse_quantize(
     if return_inverse and not (return_index or return_maps_only):
         raise ValueError("return_inverse needs return_index")
     if quantization_size is not None:
-        edge = torch.as_tensor(quantization_size, dtype=torch.float64)
+        edge = on_host(quantization_size).double()
         if edge.dim() and edge.shape != points.shape[1:]:
             raise ValueError(
                 f"quantization_size must be one number or {points.shape[1]}, got {edge.tolist()}"
@@ -93,7 +93,7 @@ def sparse_quantize(
 
 def _labels(labels: Any, unique: torch.Tensor, inverse: torch.Tensor, ignore_label: int) -> Any:
     """The label of each cell, in the kind of `labels`."""
-    values = torch.as_tensor(labels).to(unique.device)
+    values = on_host(labels).to(unique.device)
     chosen = values[unique]
     differs = torch.zeros(len(unique), dtype=torch.bool, device=unique.device)
     differs[inverse[values != chosen[inverse]]] = True

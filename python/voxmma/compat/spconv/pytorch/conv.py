@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from voxmma.compat.spconv.pytorch.core import _ONE, IndiceData, Places, SparseCo
 from voxmma.compat.spconv.pytorch.modules import SparseModule
 from voxmma.dispatch.calls import call
 from voxmma.dispatch.config import ConvConfig
+from voxmma.dispatch.epilogue import Epilogue
 from voxmma.nn.modules.sparse_conv import SparseConv3d as _SparseConv3d
 from voxmma.sparse.maps import Geometry
 from voxmma.sparse.tensor import Voxels
@@ -50,8 +52,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         ndim: 1, 2 or 3 axes of the grid.
         in_channels, out_channels: channels.
         kernel_size, stride, padding, dilation, output_padding: one or ndim sizes, in the order of the columns
-        of
-            `indices`; integers of any library.
+            of `indices`; integers of any library.
         groups: 1.
         subm: outputs are the inputs' voxels; stride and padding are then kept and ignored.
         transposed, inverse: see SparseConvTranspose3d, SparseInverseConv3d.
@@ -62,8 +63,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         record_voxel_count: keep the largest number of outputs seen in training in the buffer
             `max_num_voxels_during_training`, which state dicts hold.
         act_type, act_alpha, act_beta: an activation applied to the result, 'ReLU', 'Sigmoid' or 'LeakyReLU'
-        of
-            slope act_alpha, by name or by a member of cumm's enumeration. act_beta is kept.
+            of slope act_alpha, by name or by a member of cumm's enumeration. act_beta is kept.
         name: for `SparseConvTensor.benchmark`.
 
     Parameters: `weight` (out_channels, *kernel_size, in_channels), `bias` (out_channels,) unless bias=False;
@@ -112,8 +112,8 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         super().__init__(name)
         if ndim == 4:
             raise NotImplementedError(
-                f"{type(self).__name__}: voxmma has no 4-D grids; a time axis can be the sample index of 3-D "
-                "layers"
+                f"{type(self).__name__}: voxmma has no 4-D grids; a time axis can be the sample index of "
+                "3-D layers"
             )
         if positive(groups, "groups") != 1:
             raise NotImplementedError("groups must be 1, as in spconv; voxmma.nn.SparseConv3d has groups")
@@ -126,8 +126,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         if transposed and set(spread) != {1}:
             raise NotImplementedError(
                 f"dilation={spread} in a transposed layer: spconv's output shape forgets it and cuts the "
-                "result; "
-                "voxmma.nn.SparseConvTranspose3d does what torch does"
+                "result; voxmma.nn.SparseConvTranspose3d does what torch does"
             )
         pointwise = volume == 1 and (subm or set(step) == {1})
         if pointwise and not subm and any(pad):
@@ -189,9 +188,13 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
     # ---- the call ----------------------------------------------------------------------------------------
 
     def forward(  # type: ignore[override]
-        self, input: SparseConvTensor, add_input: SparseConvTensor | None = None
+        self,
+        input: SparseConvTensor,
+        add_input: SparseConvTensor | None = None,
+        then: Epilogue | None = None,
     ) -> SparseConvTensor:
         """SparseConvTensor of in_channels -> of out_channels; `add_input`: added before the activation.
+        `then`: norm and activation for the same launch (SparseSequential).
 
         Raises:
             TypeError: input is no SparseConvTensor.
@@ -202,7 +205,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         if not isinstance(input, SparseConvTensor):
             raise TypeError(f"{self.config.layer} takes a SparseConvTensor, got {type(input).__name__}")
         if input.benchmark:
-            return _timed(self, input, add_input)
+            return _timed(self, input, add_input, then)
         places, features = input._here(), input._features
         if places.ndim != self.ndim or features.size(0) != places.count:
             raise _misfit(self, places, features)
@@ -216,23 +219,23 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         state.update(input.__dict__)
         if self.subm or self.conv1x1:
             config, geometry = self._ran_as(None)
-            y = call(config, x, weight, bias)
+            y = call(config, x, weight, bias, then=then)
             if self.indice_key is not None and not self.conv1x1:
                 self._remember(state, geometry, places, places)
         elif self.inverse:
             data = self._named(input)
             config, _ = self._ran_as(data.geometry)
-            y = call(config, x, weight, bias, kernel_map=data.back)
+            y = call(config, x, weight, bias, kernel_map=data.back, then=then)
             state["_places"], state["spatial_shape"] = data.inputs, data.spatial_shape
         else:
             config, geometry = self._ran_as(None)
-            y = call(config, x, weight, bias)
+            y = call(config, x, weight, bias, then=then)
             shape = y._coord_set.spatial_shape
             state["spatial_shape"] = grid = list(shape[: self.ndim])  # type: ignore[index]
             state["_places"] = out = Places(None, y._coord_set, grid, input.batch_size, self.ndim)
             if self.indice_key is not None:
                 self._remember(state, geometry, places, out)
-        rows, state["_record"], state["_applied"] = y._feats, y._record, ()
+        rows, state["_record"], state["_applied"] = y._feats, y._record, y._applied
         if self.record_voxel_count and self.training:
             self._buffers[_VOXELS_SEEN].clamp_(min=rows.shape[0])  # type: ignore[union-attr]
         if add_input is not None:
@@ -290,8 +293,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
             kind = "submanifold" if data.is_subm else "strided"
             raise ValueError(
                 f"{self.config.layer}: indice_key={self.indice_key!r} belongs to a {kind} layer of "
-                "kernel_size "
-                f"{data.ksize}, this one has {self.kernel_size}"
+                f"kernel_size {data.ksize}, this one has {self.kernel_size}"
             )
 
     def _named(self, input: SparseConvTensor) -> IndiceData:
@@ -300,8 +302,8 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         if data is None:
             known = ", ".join(map(repr, input.indice_dict)) or "none"
             raise ValueError(
-                f"{self.config.layer}: no layer before it has indice_key={self.indice_key!r}; there are: "
-                f"{known}"
+                f"{self.config.layer}: no layer before it has indice_key={self.indice_key!r}; "
+                f"there are: {known}"
             )
         if data.is_subm or data.geometry.kernel_size != self.config.kernel_size:
             self._check_same(data, self.config.geometry)
@@ -309,6 +311,9 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
                 f"{self.config.layer}: indice_key={self.indice_key!r} is that of a submanifold layer"
             )
         return data
+
+    #: What SparseSequential asks of a class before it hands over `then`: that its forward is this one.
+    fused_forward = forward
 
     # ---- checkpoints -------------------------------------------------------------------------------------
 
@@ -353,7 +358,7 @@ def _activation(act_type: Any, alpha: float) -> Any:
         "None_": None,
         "ReLU": torch.relu,
         "Sigmoid": torch.sigmoid,
-        "LeakyReLU": lambda rows: nn.functional.leaky_relu(rows, alpha),
+        "LeakyReLU": partial(nn.functional.leaky_relu, negative_slope=alpha),
     }
     if name not in known:
         raise ValueError(f"act_type must be one of None_, ReLU, Sigmoid and LeakyReLU, got {act_type!r}")
@@ -361,7 +366,10 @@ def _activation(act_type: Any, alpha: float) -> Any:
 
 
 def _timed(
-    layer: SparseConvolution, input: SparseConvTensor, add_input: SparseConvTensor | None
+    layer: SparseConvolution,
+    input: SparseConvTensor,
+    add_input: SparseConvTensor | None,
+    then: Epilogue | None,
 ) -> SparseConvTensor:
     """A call whose time goes into `benchmark_record`."""
     if layer.name is None:
@@ -369,7 +377,7 @@ def _timed(
     clock = _Clock(input.features.device)
     untimed = input.shadow_copy()
     untimed.benchmark = False
-    made = layer(untimed, add_input)
+    made = layer(untimed, add_input, then)
     made.benchmark = True
     entry = made.benchmark_record.setdefault(
         layer.name,

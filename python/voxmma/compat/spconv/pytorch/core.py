@@ -127,11 +127,14 @@ class Places:
         """The set of `indices` in the grid."""
         if self._coords is None:
             assert self._indices is not None
-            rows = nn.functional.pad(self._indices, (0, 3 - self.ndim))
+            rows = self._indices if self.ndim == 3 else nn.functional.pad(self._indices, (0, 3 - self.ndim))
             batch, grid = integer(self.batch), padded(sizes(self.shape, self.ndim, "spatial_shape"), 1)
             if batch is None:
                 raise TypeError(f"batch_size must be an int, got {self.batch!r}")
-            self._coords = CoordSet(rows, batch, grid, "keep")
+            try:
+                self._coords = CoordSet(rows, batch, grid, "keep")
+            except (TypeError, ValueError) as error:
+                raise type(error)(str(error).replace("coords", "indices")) from None
         return self._coords
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -274,8 +277,8 @@ class SparseConvTensor:
             raise TypeError(f"indices must be an int32 tensor, got {what}")
         if indices.dim() != 2 or not 2 <= indices.shape[1] <= 4:
             raise ValueError(
-                f"indices must be (N, ndim + 1) rows of batch and 1 to 3 coordinates, got "
-                f"{tuple(indices.shape)}"
+                f"indices must be (N, ndim + 1) rows of batch and 1 to 3 coordinates, "
+                f"got {tuple(indices.shape)}"
             )
         return Places.of(indices, self.spatial_shape, self.batch_size)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from voxmma.compat.spconv.core import missing
 from voxmma.compat.spconv.pytorch.core import SparseConvTensor
+from voxmma.nn.modules.fusing import _behind_training, _epilogue, _train, _watched, untouched
 
 
 class SparseModule(nn.Module):
@@ -68,7 +69,8 @@ class SparseSequential(SparseModule):
 
     SparseSequential(a, b), SparseSequential(OrderedDict(a=a, b=b)) or SparseSequential(a=a, b=b). Of what is
     no SparseConvTensor any more (ToDense), all modules are given the whole. Batch norms leave an empty tensor
-    as it is.
+    as it is. In evaluation, without gradients, a convolution and the batch norm and activation behind it run
+    as one launch, as in voxmma.nn.Sequential; in training, on a GPU, the batch norm and activation do.
     """
 
     def __init__(self, *args: Any, **kwargs: nn.Module) -> None:
@@ -97,12 +99,40 @@ class SparseSequential(SparseModule):
         self.add_module(name, module)
 
     def forward(self, input: Any) -> Any:
-        for module in self._modules.values():
-            if isinstance(module, _TAKE_TENSORS) or not isinstance(input, SparseConvTensor):
-                input = module(input)  # type: ignore[misc]
-            else:
-                input = on_features(module, input)  # type: ignore[arg-type]
+        layers: list[Any] = list(self._modules.values())
+        at = 0
+        single = torch.compiler.is_compiling() or _watched(getattr(input, "_features", input))
+        while at < len(layers):
+            layer = layers[at]
+            at += 1
+            if not isinstance(input, SparseConvTensor):
+                input = layer(input)
+                continue
+            if not single and _opens(layer):
+                then, end = _epilogue(layers, at)
+                if end > at:
+                    input, at = layer(input, None, then), end
+                    continue
+            if isinstance(layer, _TAKE_TENSORS):
+                input = layer(input)
+                continue
+            if not single and type(layer) is nn.BatchNorm1d and layer.training and input._features.is_cuda:
+                x = input.voxels
+                end = at + _behind_training(layer, layers, at, x)
+                if end > at:
+                    y = _train(layer, layers[at:end], x)
+                    input, at = input._with(y._feats), end
+                    input._record, input._applied = y._record, y._applied
+                    continue
+            input = on_features(layer, input)
         return input
+
+
+def _opens(layer: nn.Module) -> bool:
+    """Whether a launch of this layer can take along what is behind it: a convolution as it was made."""
+    kind: Any = type(layer)
+    fuses = getattr(kind, "fused_forward", None)
+    return fuses is not None and fuses is kind.forward and untouched(layer) and layer._activate is None
 
 
 class ToDense(SparseModule):

@@ -56,7 +56,7 @@ class _Pool(SparseModule):
         self.algo = algo
         self.record_voxel_count = record_voxel_count
         if record_voxel_count:
-            self.register_buffer(_VOXELS_SEEN, torch.zeros(1, dtype=torch.int32))
+            self.register_buffer(_VOXELS_SEEN, torch.zeros(1, dtype=torch.int32, device=None))
 
     def _geometry(self) -> Geometry:
         size, spread = padded(tuple(self.kernel_size), 1), padded(tuple(self.dilation), 1)

@@ -41,8 +41,10 @@ class Binning:
             raise ValueError(
                 f"coors_range_xyz must be {ndim} smallest and {ndim} larger numbers, got {coors_range_xyz!r}"
             )
-        size = torch.tensor(edges[::-1], dtype=torch.float32)
-        low, high = (torch.tensor(c[::-1], dtype=torch.float32) for c in (corners[:ndim], corners[ndim:]))
+        size = torch.tensor(edges[::-1], dtype=torch.float32, device="cpu")
+        low, high = (
+            torch.tensor(c[::-1], dtype=torch.float32, device="cpu") for c in (corners[:ndim], corners[ndim:])
+        )
         self.vsize: list[float] = size.tolist()
         self.coors_range: list[float] = [*low.tolist(), *high.tolist()]
         self.grid_size = [math.floor(n + 0.5) for n in ((high - low) / size).tolist()]
@@ -63,7 +65,7 @@ class Binning:
         cell = torch.floor((points[:, :ndim].flip(1) - low) / points.new_tensor(self.vsize))
         inside = ((cell >= 0) & (cell < points.new_tensor(self.grid_size))).all(1)
         rows = torch.nonzero(inside).flatten()
-        stride = torch.tensor(self.grid_stride, device=pc.device)
+        stride = torch.tensor(self.grid_stride, dtype=torch.int64, device=pc.device)
         cells, which = torch.unique((cell[rows].long() * stride).sum(1), return_inverse=True)
         first = rows.new_full(cells.shape, len(points)).scatter_reduce_(0, which, rows, "amin")
         order = torch.argsort(first)[: self.max_num_voxels]
@@ -85,7 +87,7 @@ class Binning:
             empty = torch.arange(self.max_num_points_per_voxel, device=pc.device) >= count.unsqueeze(1)
             mean = voxels.sum(1) / count.unsqueeze(1)
             voxels = torch.where(empty.unsqueeze(2), mean.unsqueeze(1), voxels)
-        sizes = torch.tensor(self.grid_size, device=pc.device)
+        sizes = torch.tensor(self.grid_size, dtype=torch.int64, device=pc.device)
         indices = cells[order].unsqueeze(1) // stride % sizes
         return voxels, indices.int(), count, voxel_of
 

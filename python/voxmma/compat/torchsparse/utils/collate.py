@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from voxmma.compat.sets import on_host
 from voxmma.compat.torchsparse import options
 from voxmma.compat.torchsparse.tensor import SparseTensor
 
@@ -22,7 +23,7 @@ def sparse_collate(inputs: list[SparseTensor]) -> SparseTensor:
         raise ValueError("inputs must hold at least one SparseTensor")
     stride, coords, feats = inputs[0].stride, [], []
     for number, sample in enumerate(inputs):
-        rows, values = torch.as_tensor(sample.coords), torch.as_tensor(sample.feats)
+        rows, values = on_host(sample.coords), on_host(sample.feats)
         if sample.stride != stride:
             raise ValueError(f"inputs[{number}] has stride {sample.stride}, inputs[0] has {stride}")
         if rows.dim() != 2 or rows.shape[1] != 3:
@@ -45,7 +46,7 @@ def sparse_collate_fn(inputs: list[Any]) -> Any:
         if isinstance(example, dict):
             made[name] = sparse_collate_fn(values)
         elif isinstance(example, np.ndarray | torch.Tensor):
-            made[name] = torch.stack([torch.as_tensor(value) for value in values])
+            made[name] = torch.stack([on_host(value) for value in values])
         elif isinstance(example, SparseTensor):
             made[name] = sparse_collate(values)
         else:

@@ -18,7 +18,7 @@ def to_dense(feats: torch.Tensor, coords: torch.Tensor, spatial_range: Any) -> t
     """
     shape = make_ntuple(spatial_range, 4)
     index = coords.long()
-    outside = ((index < 0) | (index >= torch.tensor(shape, device=index.device))).any(1)
+    outside = ((index < 0) | (index >= index.new_tensor(shape))).any(1)
     if bool(outside.any()):
         row = int(torch.nonzero(outside)[0])
         raise ValueError(f"coords row {row}, {tuple(coords[row].tolist())}, lies outside of {shape}")

@@ -216,8 +216,8 @@ def _outputs(source: CoordSet, layer: Shape, spatial_range: tuple[int, ...] | No
     least = source.coords[:, 1:].amin(0).tolist()
     first = [math.trunc((n - 2 * p + k - 1) / s) for n, k, s, _, p in zip(least, *clip, strict=True)]
     space = found.coords[:, 1:]
-    keep = (space >= torch.tensor(first, device=source.device)).all(1)
-    return _part(found, keep & (space < torch.tensor(shape, device=source.device)).all(1))
+    keep = (space >= torch.tensor(first, dtype=torch.int32, device=source.device)).all(1)
+    return _part(found, keep & (space < torch.tensor(shape, dtype=torch.int32, device=source.device)).all(1))
 
 
 def _part(found: CoordSet, keep: torch.Tensor) -> CoordSet:

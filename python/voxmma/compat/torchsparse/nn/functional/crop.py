@@ -19,7 +19,7 @@ def spcrop(
     space = input.coords[:, :3] if options.version == 1 else input.coords[:, 1:]
     keep = torch.ones(len(space), dtype=torch.bool, device=space.device)
     if coords_min is not None:
-        keep &= (space >= torch.tensor(coords_min, device=space.device)).all(1)
+        keep &= (space >= space.new_tensor(coords_min)).all(1)
     if coords_max is not None:
-        keep &= (space < torch.tensor(coords_max, device=space.device)).all(1)
+        keep &= (space < space.new_tensor(coords_max)).all(1)
     return SparseTensor(input.feats[keep], input.coords[keep], input.stride, input.spatial_range)

@@ -1,0 +1,189 @@
+"""Batch norm in training with the sum and activation behind it: values, gradients of two orders, statistics,
+repeats; alone and where containers use it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import voxmma
+from voxmma import Voxels
+from voxmma import nn as vnn
+from voxmma.models.blocks import ResidualBlock
+from voxmma.nn import functional as vF
+from voxmma.nn.modules import fusing
+
+from conftest import random_coords
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ACTIVATIONS = {
+    "none": lambda v: v,
+    "relu": F.relu,
+    "leaky_relu": lambda v: F.leaky_relu(v, 0.2),
+    "silu": F.silu,
+    "gelu": F.gelu,
+}
+#: rows and channels: two rows, one CTA, several, unaligned channels, more channels than a CTA has threads for
+SIZES = ((2, 8), (3, 5), (300, 16), (5000, 24), (4100, 33), (700, 512), (60000, 64))
+
+
+def sizes(device: torch.device) -> tuple[tuple[int, int], ...]:
+    return SIZES if device.type == "cuda" else SIZES[:3]
+
+
+class Case:
+    def __init__(
+        self, device: torch.device, n: int, channels: int, dtype: torch.dtype, residual: bool
+    ) -> None:
+        g = torch.Generator().manual_seed(n + channels)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=g, dtype=torch.float64)
+
+        wide = torch.promote_types(dtype, torch.float32)
+        self.x = (draw(n, channels) * 2 + 3 * draw(channels)).to(device, dtype)
+        self.weight, self.bias = draw(channels).to(device, wide), draw(channels).to(device, wide)
+        self.residual = draw(n, channels).to(device, dtype) if residual else None
+        self.dy = draw(n, channels).to(device, dtype)
+
+    def leaves(self, dtype: torch.dtype | None = None) -> list[Tensor | None]:
+        made = [self.x, self.weight, self.bias, self.residual]
+        return [None if t is None else t.detach().to(dtype or t.dtype).clone().requires_grad_() for t in made]
+
+
+def run(case: Case, act: str, dtype: torch.dtype | None = None) -> tuple[Tensor, list[Tensor]]:
+    x, weight, bias, residual = case.leaves(dtype)
+    if dtype is None:
+        y = vF.norm_act(x, None, None, weight, bias, residual=residual, activation=act, slope=0.2)
+    else:
+        y = F.batch_norm(x, None, None, weight, bias, True)
+        y = ACTIVATIONS[act](y if residual is None else y + residual)
+    y.backward(case.dy.to(y.dtype))
+    return y.detach(), [t.grad for t in (x, weight, bias, residual) if t is not None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("residual", [False, True])
+def test_values_and_gradients(device: torch.device, dtype: torch.dtype, act: str, residual: bool) -> None:
+    for n, channels in sizes(device):
+        case = Case(device, n, channels, dtype, residual)
+        y, gradients = run(case, act)
+        again, repeated = run(case, act)
+        assert torch.equal(y, again)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, repeated, strict=True))
+        exact, expected = run(case, act, torch.float64)
+        eps = torch.finfo(dtype).eps
+        scale = float(exact.abs().max()) + 4
+        assert (y.double() - exact).abs().max() <= 4 * eps * scale, (n, channels)
+        # Where a relu decides, a value on the edge may fall on either side: few do, and of half types only.
+        for got, right, name in zip(gradients, expected, ("x", "weight", "bias", "residual"), strict=False):
+            assert got.dtype == getattr(case, name).dtype and got.shape == right.shape
+            if n == 2:
+                continue  # x - mean is +- the same: gradients are differences of equal numbers
+            error = (got.double() - right).norm() / (right.norm() + 1e-9)
+            assert error <= 40 * eps + (2e-2 if act in ("relu", "leaky_relu") and eps > 1e-4 else 0.0), (
+                name,
+                n,
+            )
+
+
+def test_statistics(device: torch.device) -> None:
+    """Running ones as torch's, of channels far from zero, constant ones, and with an outlier, too."""
+    for n, channels in sizes(device):
+        x = torch.randn((n, channels), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        x[:, 0] += 1000
+        x[:, 1] = 3
+        x[0, 2] += 1e5
+        x = x.float().to(device)
+        mean, var = torch.zeros(channels, device=device), torch.ones(channels, device=device)
+        exact_mean, exact_var = mean.double(), var.double()
+        y = vF.norm_act(x, mean, var, momentum=0.25, activation="relu")
+        exact = F.batch_norm(x.double(), exact_mean, exact_var, training=True, momentum=0.25).relu()
+        assert torch.allclose(mean.double(), exact_mean, rtol=1e-6, atol=1e-6)
+        assert torch.allclose(var.double(), exact_var, rtol=1e-4 if n > 2 else 1e-2, atol=1e-6)
+        keep = torch.arange(channels, device=device) != 1
+        assert (y.double() - exact)[:, keep].abs().max() <= 2e-3
+        assert (y[:, 1].abs() <= 1e-3).all()
+
+
+def test_second_gradients(device: torch.device) -> None:
+    for act in ("none", "silu", "gelu", "relu"):
+        for residual in (False, True):
+            case = Case(device, 12, 6, torch.float64, residual)
+            leaves = [t for t in case.leaves() if t is not None]
+
+            def f(x: Tensor, weight: Tensor, bias: Tensor, *rest: Tensor, act: str = act) -> Tensor:
+                return vF.norm_act(
+                    x, None, None, weight, bias, residual=rest[0] if rest else None, activation=act
+                )
+
+            assert torch.autograd.gradcheck(f, leaves)
+            if act != "relu":
+                assert torch.autograd.gradgradcheck(f, leaves)
+
+
+def test_on_voxels(device: torch.device) -> None:
+    x = Voxels(random_coords(60, 6).to(device), torch.randn(60, 8, device=device), 1)
+    y = vF.norm_act(x, activation="silu", residual=x)
+    assert isinstance(y, Voxels) and y.coord_set is x.coord_set
+    assert torch.allclose(
+        y.feats, F.silu(F.batch_norm(x.feats, None, None, training=True) + x.feats), atol=1e-5
+    )
+    other = Voxels(x.coords.clone(), x.feats, 1)
+    with pytest.raises(ValueError, match="residual must be on the coordinate set of x"):
+        vF.norm_act(x, residual=other)
+    with pytest.raises(ValueError, match="activation must be one of"):
+        vF.norm_act(x, activation="tanh")
+
+
+def one_by_one(block: Any, x: Voxels) -> Voxels:
+    y = x
+    for layer in block.body:
+        y = layer(y)
+    return block.relu(y + block.shortcut(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_blocks_train_as_their_layers(device: torch.device, dtype: torch.dtype) -> None:
+    x = Voxels(random_coords(600, 10).to(device), torch.randn(600, 16, device=device, dtype=dtype), 1)
+    torch.manual_seed(1)
+    block = ResidualBlock(16, 16).to(device, dtype).train()
+    twin = copy.deepcopy(block)
+    y, single = block(x), one_by_one(twin, x)
+    limit = 1e-4 if dtype == torch.float32 else 1e-10
+    assert (y.feats - single.feats).abs().max() < limit
+    for result in (y, single):
+        result.feats.square().sum().backward()
+    for (name, mine), other in zip(block.named_parameters(), twin.parameters(), strict=True):
+        assert (mine.grad - other.grad).norm() <= 10 * limit * other.grad.norm(), name
+    for (name, mine), other in zip(block.named_buffers(), twin.buffers(), strict=True):
+        assert torch.allclose(mine, other, rtol=1e-4), name
+    assert block.body[1].num_batches_tracked == 1
+    if device.type == "cuda":
+        inner = vnn.Sequential(block.body[0], block.body[1], block.body[2])
+        assert voxmma.explain(inner(x)).applied == ("BatchNorm (fused)", "ReLU (fused)")
+
+
+def test_training_passes_keep_to_hooks_and_momentum(device: torch.device) -> None:
+    x = Voxels(random_coords(100, 6).to(device), torch.randn(100, 8, device=device), 1)
+    seen: list[str] = []
+    for i in range(2):
+        layers = vnn.Sequential(vnn.BatchNorm(8), vnn.ReLU()).to(device)
+        layers[i].register_forward_hook(lambda module, *rest: seen.append(type(module).__name__))
+        layers(x)
+        assert seen.pop() == type(layers[i]).__name__ and not seen
+    average = vnn.Sequential(vnn.BatchNorm(8, momentum=None), vnn.ReLU()).to(device)
+    average(x)
+    average(x)
+    assert torch.allclose(average[0].running_mean, x.feats.mean(0), atol=1e-5)
+    few = Voxels(x.coords[:1], x.feats[:1], 1)
+    layers = vnn.Sequential(vnn.BatchNorm(8), vnn.ReLU()).to(device)
+    layers(few)
+    assert (layers[0].running_mean == 0).all()
+    assert isinstance(fusing.run_layers([vnn.ReLU()], x), Voxels) and isinstance(nn.ReLU()(x.feats), Tensor)

@@ -497,7 +497,7 @@ def _convolve(
     shared = (mapping.tensors, opposite, mapping.out_coords.num, mapping.symmetric, False)
     operands = (*shared, ran, tile, dgrad_tile, wgrad_tile, written)
     applied: tuple[str, ...] = ()
-    parts = _parts(tile, weight, mapping, device)
+    parts = _parts(tile, weight, mapping, feats.device)
     may = then is not None and not scaled and _may_fuse(x, weight, bias)
     if (
         may

@@ -373,7 +373,9 @@ def test_fused_models_train_copy_and_change_as_before(device: torch.device) -> N
     for network in (model.train(), plain.train()):
         network(x).feats.square().sum().backward()
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert mine is other or (mine.grad - other.grad).norm() <= 1e-3 * other.grad.norm()
+        assert (
+            mine is other or (mine.grad - other.grad).norm() <= 1e-3 * other.grad.norm() + 1e-4
+        )  # a bias before a norm: 0
     voxmma.fuse(model)  # again
     assert len(launches(model.eval(), x)) == 7
 

@@ -31,7 +31,7 @@ from conftest import random_coords
 # ---- streams and captures ----------------------------------------------------------------------------------
 
 SCENE = """
-import gc, torch, voxmma
+import copy, gc, torch, voxmma
 from voxmma import Voxels, nn
 import voxmma.nn.functional as F
 d = torch.device("cuda", 0)
@@ -167,7 +167,8 @@ for name, use in USES.items():
         continue  # what the use before it says
     with torch.no_grad() if name not in ("even", "strided") else torch.enable_grad():
         want = use(down(Voxels(c, f))).clone()
-        y = down(Voxels(c.clone(), f))
+        other = copy.deepcopy(down)  # which nobody asked for anything yet
+        y = other(Voxels(c.clone(), f))
         y.coord_set._index.hashed = None  # strided layers leave an index
         torch.cuda.synchronize()
         junk = [torch.full((1 << 22,), 123456, device=d, dtype=torch.int32) for _ in range(20)]

@@ -369,7 +369,7 @@ class Repeat(NamedTuple):
             y = _launch(self.op, (feats, weight, bias, *self.operands))
         elif then is None:
             y = self.prepared(feats, weight, bias)
-        elif not observed() and then.fits(feats, weight, bias, self.record.out_dtype, out, self.record.parts):
+        elif not observed() and then.fits(feats, weight, bias, self.record.out_dtype, out):
             y, applied = then.run(self.prepared.fused, feats, weight, bias), then.names()
         else:
             y = self.prepared(feats, weight, bias)
@@ -499,11 +499,7 @@ def _convolve(
     applied: tuple[str, ...] = ()
     parts = _parts(tile, weight, mapping, feats.device)
     may = then is not None and not scaled and _may_fuse(x, weight, bias)
-    if (
-        may
-        and then is not None
-        and then.fits(x, weight, bias, written or compute_dtype, mapping.out_coords, parts)
-    ):
+    if may and then is not None and then.fits(x, weight, bias, written or compute_dtype, mapping.out_coords):
         applied = then.names()
         launch = functools.partial(torch.ops.voxmma.conv_fused, **then.operands())
         y = _launch(launch, (x, weight, bias, shared[0], *shared[2:], ran, tile, written))

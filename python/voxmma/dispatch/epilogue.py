@@ -16,9 +16,6 @@ from voxmma.sparse.tensor import Voxels
 
 _HALVES = (torch.float16, torch.bfloat16)
 
-#: 16-bit channels up to which one launch was measured faster than several, where no CTAs share a tile.
-most_channels = 64
-
 
 class Norm(NamedTuple):
     """A batch norm by running statistics: (C,) each, weight and bias may be None."""
@@ -56,14 +53,10 @@ class Epilogue:
         bias: Tensor | None,
         dtype: torch.dtype,
         out: CoordSet,
-        parts: int,
     ) -> bool:
-        """Whether one launch does what the layers would, and no slower: no gradient is asked for, dtypes are
-        those that torch's batch norm takes, the residual lies on the very coordinates of the result. `parts`
-        of the record."""
+        """Whether one launch does what the layers would: no gradient is asked for, dtypes are those that
+        torch's batch norm takes, the residual lies on the very coordinates of the result."""
         channels = weight.shape[-1] * (weight.shape[1] if weight.dim() == 4 else 1)
-        if channels > most_channels and x.is_cuda and x.dtype in _HALVES and parts == 1:
-            return False
         operands = [x, weight, bias]
         if self.norm is not None:
             taken = (dtype, torch.float32) if dtype in _HALVES else (dtype,)

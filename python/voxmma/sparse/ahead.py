@@ -111,7 +111,8 @@ class Place:
             for known in self.asked.maps:
                 here = known.inputs is self.site and known.outputs is outputs.site
                 if here and (known.geometry, known.reverse, known.flipped) == how:
-                    known.passes, known.units, known.taken = passes, units, True
+                    known.passes, known.units = _rate(known.passes, passes), _rate(known.units, units)
+                    known.taken = True
                     return
             if len(self.asked.maps) < _KEPT["maps"]:
                 self.asked.maps.append(Wanted(self.site, outputs.site, *how, passes, units))

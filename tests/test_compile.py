@@ -82,11 +82,11 @@ def graphs() -> int:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fault_57_scenes_of_every_size(device: torch.device, backend: str) -> None:
     """New coordinates in every call. Graphs break around what makes maps; few are made, and none after all
-    kinds of sizes were seen: 0, 1 and more rows."""
+    kinds of sizes were seen: 0, 1 and more rows, maps made by layers and, the next time, ahead of them."""
     plain = Net().to(device)
     other = copy.deepcopy(plain)
     compiled = torch.compile(other, backend=backend)
-    for i, (n, batch) in enumerate(SCENES):
+    for i, (n, batch) in enumerate((*SCENES, *SCENES)):
         check(plain, other, compiled, scene(n, batch, device, i))
     assert all("disable" in reason for reason in counters["graph_break"])  # what is left out on purpose
     known = graphs()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -226,6 +227,18 @@ class _Instance:
     """bytes that the graph works in"""
 
 
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Block in which Python's garbage collector rests: what it would free on a GPU may break a capture."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 class Engine:
     """A network that runs on the device from coordinates to its result, for any frame up to its capacity.
 
@@ -358,7 +371,10 @@ class Engine:
             torch.cuda.synchronize()
             before = torch.cuda.memory_reserved()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with (
+                _nothing_collected(),
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
                 self._run(made, lanes=True)
             made.graph, made.pool = graph, torch.cuda.memory_reserved() - before
 

@@ -366,7 +366,9 @@ class _Runner:
         self.optimizer.zero_grad(set_to_none=True)
         _, loss = self._forward()
         self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
+        # torch counts steps in tensors on the default device, made in the first step
+        with contextlib.nullcontext() if self.optimizer.state else torch.device("cpu"):
+            self.scaler.step(self.optimizer)
         self.scaler.update()
 
     def first(self) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:

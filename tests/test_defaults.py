@@ -140,13 +140,13 @@ def _points(d: Data) -> list[Any]:
 
 def _sets(d: Data) -> list[Any]:
     twice = torch.cat([d.coords, d.coords[:7]])
-    parts = d.x.unbind()
+    parts = voxmma.unbatch(d.x)
     return [
         *(voxmma.union(d.x, d.y).coords, voxmma.intersection(d.x, d.y).coords),
         *(voxmma.lookup(d.x, d.other), voxmma.downsample(d.x, 3).coords, F.add_union(d.x, d.y)),
         *(voxmma.crop(d.x, 1, 5), voxmma.prune(d.x, d.feats[:, 0] > 0)),
         voxmma.Voxels(twice, torch.cat([d.feats, d.feats[:7]]), batch_size=2, duplicates="mean"),
-        *(*parts, voxmma.Voxels.cat(parts), voxmma.collate(parts), d.x.counts),
+        *(*parts, voxmma.batch(parts), voxmma.collate(parts), d.x.counts),
         *(d.x.dense(), *voxmma.to_dense(d.x), voxmma.from_dense(d.dense), d.x.to(d.device)),
     ]
 

@@ -192,18 +192,18 @@ def test_collate_in_a_data_loader(workers: int, three_columns: bool) -> None:
     for batch, (x, label, labels) in enumerate(loader):
         assert isinstance(x, Voxels) and x.batch_size == 2
         assert label.tolist() == [2 * batch, 2 * batch + 1] and torch.equal(labels, x.coords[:, 1])
-        for sample, part in enumerate(x.unbind()):
+        for sample, part in enumerate(voxmma.unbatch(x)):
             coords, feats, _, _ = Scans(False)[2 * batch + sample]
             assert torch.equal(part.coords, coords) and torch.equal(part.feats, feats)
 
 
 def test_collate_of_other_samples() -> None:
     parts = [voxels(n=n, batch=1) for n in (5, 0, 7)]
-    assert same(voxmma.collate(parts), Voxels.cat(parts))
+    assert same(voxmma.collate(parts), voxmma.batch(parts))
     out = voxmma.collate([{"x": p, "y": (i, "name")} for i, p in enumerate(parts)])
-    assert same(out["x"], Voxels.cat(parts)) and out["y"][0].tolist() == [0, 1, 2]
+    assert same(out["x"], voxmma.batch(parts)) and out["y"][0].tolist() == [0, 1, 2]
     x, y = voxmma.collate([(p, torch.ones(3)) for p in parts])
-    assert same(x, Voxels.cat(parts)) and y.shape == (3, 3)
+    assert same(x, voxmma.batch(parts)) and y.shape == (3, 3)
     good = (torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 2))
     with pytest.raises(ValueError, match=r"samples\[1\]: feats has 2 rows"):
         voxmma.collate([good, (good[0], torch.zeros(2, 2))])

@@ -121,7 +121,7 @@ def test_instance_norm_is_that_of_each_sample(device: torch.device, affine: bool
     out = layer(x).feats
     torch.testing.assert_close(out, per_sample(x, lambda t: F.instance_norm(t, eps=1e-5)))
     assert len(list(layer.parameters())) == 2 * affine
-    alone = [layer(part).feats for part in x.unbind()]  # a sample does not see the others
+    alone = [layer(part).feats for part in voxmma.unbatch(x)]  # a sample does not see the others
     order = torch.sort(x.coords[:, 0], stable=True).indices
     torch.testing.assert_close(torch.cat(alone), out[order])
 

@@ -208,10 +208,10 @@ def test_copies_keep_the_shape(device: torch.device) -> None:
         voxmma.prune(low, low.coords[:, 1] > 0),
         voxmma.crop(low, 1, 3),
         voxmma.batch(voxmma.unbatch(low)),
-        voxmma.collate(low.unbind()),
+        voxmma.collate(voxmma.unbatch(low)),
     ]
     assert [made.spatial_shape for made in copies] == [(5, 4, 4)] * len(copies)
-    assert all(part.spatial_shape == (5, 4, 4) for part in low.unbind())
+    assert all(part.spatial_shape == (5, 4, 4) for part in voxmma.unbatch(low))
     assert pickle.loads(pickle.dumps(low)).coord_set.finer.get().spatial_shape == GRID
     assert "spatial_shape=(5, 4, 4)" in repr(low) and "spatial_shape=(5, 4, 4)" in repr(low.coord_set)
     assert voxmma.union(low, voxmma.CoordSet(low.coords, 2, (5, 4, 4))).spatial_shape == (5, 4, 4)

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
+from voxmma import batch, unbatch
 from voxmma.sparse import sampling
 from voxmma.sparse.coords import COORD_MAX, COORD_MIN, CoordSet, pack, unpack
 from voxmma.sparse.tensor import Voxels
@@ -330,7 +331,7 @@ def test_points_come_as_samples_or_with_an_index(device: torch.device) -> None:
     assert same(listed, joined) and listed.batch_size == 3 and listed.counts[1] == 0
     assert Voxels.from_points(clouds, feats, 0.7, batch_size=5).batch_size == 5
     single = Voxels.from_points(clouds[0], feats[0], 0.7)
-    assert single.batch_size == 1 and same(single, listed.unbind()[0])
+    assert single.batch_size == 1 and same(single, unbatch(listed)[0])
     keys = [tuple(row) for row in listed.coords.tolist()]
     assert keys == sorted(keys)
 
@@ -513,11 +514,11 @@ def test_bad_grids_are_named() -> None:
             Voxels.from_dense(*arguments)  # type: ignore[arg-type]
 
 
-def test_unbind_and_cat_are_inverse(device: torch.device) -> None:
+def test_batch_and_unbatch_are_inverse(device: torch.device) -> None:
     coords = conftest.random_coords(40, 5, batch=2)
     coords[:, 0] *= 2  # samples 0 and 2, mixed
     x = Voxels(coords.to(device), torch.randn(40, 3, device=device), 4, stride=2)
-    parts = x.unbind()
+    parts = unbatch(x)
     assert [p.num_voxels for p in parts] == x.counts.tolist() and parts[1].num_voxels == parts[
         3
     ].num_voxels == 0
@@ -525,16 +526,16 @@ def test_unbind_and_cat_are_inverse(device: torch.device) -> None:
         rows = torch.nonzero(x.coords[:, 0] == sample).flatten()
         assert part.batch_size == 1 and part.stride == x.stride and torch.equal(part.feats, x.feats[rows])
         assert torch.equal(part.coords[:, 1:], x.coords[rows, 1:]) and not bool(part.coords[:, 0].any())
-    joined = Voxels.cat(parts)
+    joined = batch(parts)
     order = torch.sort(x.coords[:, 0], stable=True).indices
     assert joined.batch_size == 4 and torch.equal(joined.coords, x.coords[order])
     assert torch.equal(joined.feats, x.feats[order])
-    twice = Voxels.cat([joined, joined])
+    twice = batch([joined, joined])
     assert twice.batch_size == 8 and twice.counts.tolist() == joined.counts.tolist() * 2
     CoordSet(twice.coords, 8)  # valid
 
 
-def test_bad_cat_is_named() -> None:
+def test_bad_batch_is_named() -> None:
     x = Voxels(GOOD, torch.ones(3, 1))
     for others, error, message in (
         ([], ValueError, "at least one"),
@@ -545,7 +546,7 @@ def test_bad_cat_is_named() -> None:
         ([x] * 512, ValueError, "1024 samples"),
     ):
         with pytest.raises(error, match=message):
-            Voxels.cat(others)  # type: ignore[arg-type]
+            batch(others)  # type: ignore[arg-type]
 
 
 def test_sum_needs_equal_coordinates_not_equal_counts(device: torch.device) -> None:
@@ -580,7 +581,7 @@ def test_fault_12_nothing_works_everywhere(device: torch.device) -> None:
         x = Voxels(coords, feats, batch_size=2, duplicates=duplicates)
         assert x.num_voxels == 0 and x.counts.tolist() == [0, 0] and x.feats.shape == (0, 3)
         loaded = pickle.loads(pickle.dumps(x.with_feats(feats.detach())))
-        made = [x + x, x.half(), x.with_feats(feats[:, :1]), Voxels.cat([x, x]), *x.unbind(), loaded]
+        made = [x + x, x.half(), x.with_feats(feats[:, :1]), batch([x, x]), *unbatch(x), loaded]
         assert [y.batch_size for y in made] == [2, 2, 2, 4, 1, 1, 2]
         assert x.dense().shape == (2, 3, 1, 1, 1) and x.dense((4, 5, 6)).shape == (2, 3, 4, 5, 6)
     none = torch.zeros((0, 3), device=device)
@@ -610,8 +611,8 @@ def test_gradients(device: torch.device) -> None:
         lambda f: x.with_feats(f).dense((4, 4, 4)),
         lambda f: (x.with_feats(f) + shuffled).feats,
         lambda f: (shuffled + x.with_feats(f)).feats,
-        lambda f: Voxels.cat([x.with_feats(f), x.with_feats(2 * f)]).feats,
-        lambda f: x.with_feats(f).unbind()[0].feats,
+        lambda f: batch([x.with_feats(f), x.with_feats(2 * f)]).feats,
+        lambda f: unbatch(x.with_feats(f))[0].feats,
         lambda f: Voxels(repeated, f, duplicates="mean").feats,
         lambda f: Voxels.from_dense(f.reshape(1, 2, 7, 2, 1)).feats,
     ]
@@ -656,10 +657,10 @@ def test_pickle_save_and_deepcopy(device: torch.device) -> None:
 
 def test_a_data_loader_brings_voxels_from_its_workers() -> None:
     data = [voxels(torch.device("cpu"), n=10 + i) for i in range(4)]
-    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, collate_fn=Voxels.cat)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, collate_fn=batch)  # type: ignore[arg-type]
     batches = list(loader)
     assert [b.batch_size for b in batches] == [6, 6]
-    assert same(batches[1], Voxels.cat(data[2:]))
+    assert same(batches[1], batch(data[2:]))
 
 
 def test_distributed_training_finds_the_features(device: torch.device) -> None:

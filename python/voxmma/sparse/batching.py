@@ -9,6 +9,7 @@ import torch
 from torch.utils.data._utils.collate import collate as _torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from voxmma.sparse.coords import BATCH_MAX, CoordSet
 from voxmma.sparse.tensor import Voxels
 
 # ---- dense grids -------------------------------------------------------------------------------------------
@@ -40,13 +41,50 @@ def from_dense(
 
 
 def batch(voxels: Sequence[Voxels]) -> Voxels:
-    """`Voxels.cat`: all samples of all `voxels` in one batch, rows in order."""
-    return Voxels.cat(voxels)
+    """The samples of all `voxels` one after another in one batch; the inverse of `unbatch`. Rows keep their
+    order.
+
+    ValueError names the first that differs from voxels[0] in device, dtype, channels, stride or spatial
+    shape.
+    """
+    voxels = list(voxels)
+    if not voxels:
+        raise ValueError("voxels must hold at least one Voxels")
+    for i, v in enumerate(voxels):
+        if not isinstance(v, Voxels):
+            raise TypeError(f"voxels[{i}] must be a Voxels, got {type(v).__name__}")
+        for name, mine, first in (
+            ("device", v.device, voxels[0].device),
+            ("dtype", v.dtype, voxels[0].dtype),
+            ("stride", v.stride, voxels[0].stride),
+            ("spatial_shape", v.spatial_shape, voxels[0].spatial_shape),
+            ("channels", v.feats.shape[1], voxels[0].feats.shape[1]),
+        ):
+            if mine != first:
+                raise ValueError(f"voxels[{i}] has {name} {mine}, voxels[0] has {first}")
+    samples = sum(v.batch_size for v in voxels)
+    if samples > BATCH_MAX + 1:
+        raise ValueError(f"voxels hold {samples} samples together, at most {BATCH_MAX + 1} are possible")
+    columns = torch.cat([v.coords for v in voxels])
+    start, row = 0, 0
+    for v in voxels:
+        columns[row : row + v.num_voxels, 0] += start
+        start, row = start + v.batch_size, row + v.num_voxels
+    feats = torch.cat([v.feats for v in voxels])
+    repeats = any(v.coord_set.repeated is not None for v in voxels)
+    coord_set = CoordSet.trusted(columns, samples, None, voxels[0].spatial_shape, repeats)
+    return Voxels._make(coord_set, feats, voxels[0].stride)
 
 
 def unbatch(x: Voxels) -> list[Voxels]:
-    """`x.unbind()`: one Voxels per sample, empty ones included; the inverse of `batch`."""
-    return x.unbind()
+    """One Voxels of batch size 1 per sample, empty ones included; rows keep their order."""
+    counts = x.counts.tolist()
+    order = torch.sort(x.coords[:, 0], stable=True).indices
+    columns = x.coords[order]
+    columns[:, 0] = 0
+    parts = zip(torch.split(columns, counts), torch.split(x.feats[order], counts), strict=True)
+    facts = 1, None, x.spatial_shape, x.coord_set.repeated is not None
+    return [Voxels._make(CoordSet.trusted(c.contiguous(), *facts), f, x.stride) for c, f in parts]
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -99,7 +137,7 @@ def _collate_column(values: list[Any], sizes: list[int]) -> Any:
 
 
 def _collate_voxels(values: Sequence[Voxels], *, collate_fn_map: Any = None) -> Voxels:
-    return Voxels.cat(values)
+    return batch(values)
 
 
 _COLLATE = {Voxels: _collate_voxels, **default_collate_fn_map}

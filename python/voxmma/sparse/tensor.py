@@ -486,52 +486,6 @@ class Voxels:
 
     # ---- samples -------------------------------------------------------------------------------------------
 
-    def unbind(self) -> list[Voxels]:
-        """One Voxels of batch size 1 per sample, empty ones included; rows keep their order."""
-        counts = self.counts.tolist()
-        order = torch.sort(self.coords[:, 0], stable=True).indices
-        columns = self.coords[order]
-        columns[:, 0] = 0
-        parts = zip(torch.split(columns, counts), torch.split(self._feats[order], counts), strict=True)
-        facts = 1, None, self.spatial_shape, self._coord_set.repeated is not None
-        return [Voxels._make(CoordSet.trusted(c.contiguous(), *facts), f, self._stride) for c, f in parts]
-
-    @staticmethod
-    def cat(voxels: Sequence[Voxels]) -> Voxels:
-        """The samples of all `voxels` one after another in one batch; the inverse of `unbind`. Rows keep
-        their order.
-
-        ValueError names the first that differs from voxels[0] in device, dtype, channels, stride or spatial
-        shape.
-        """
-        voxels = list(voxels)
-        if not voxels:
-            raise ValueError("voxels must hold at least one Voxels")
-        for i, v in enumerate(voxels):
-            if not isinstance(v, Voxels):
-                raise TypeError(f"voxels[{i}] must be a Voxels, got {type(v).__name__}")
-            for name, mine, first in (
-                ("device", v.device, voxels[0].device),
-                ("dtype", v.dtype, voxels[0].dtype),
-                ("stride", v.stride, voxels[0].stride),
-                ("spatial_shape", v.spatial_shape, voxels[0].spatial_shape),
-                ("channels", v.feats.shape[1], voxels[0].feats.shape[1]),
-            ):
-                if mine != first:
-                    raise ValueError(f"voxels[{i}] has {name} {mine}, voxels[0] has {first}")
-        samples = sum(v.batch_size for v in voxels)
-        if samples > BATCH_MAX + 1:
-            raise ValueError(f"voxels hold {samples} samples together, at most {BATCH_MAX + 1} are possible")
-        columns = torch.cat([v.coords for v in voxels])
-        start, row = 0, 0
-        for v in voxels:
-            columns[row : row + v.num_voxels, 0] += start
-            start, row = start + v.batch_size, row + v.num_voxels
-        feats = torch.cat([v.feats for v in voxels])
-        repeats = any(v._coord_set.repeated is not None for v in voxels)
-        coord_set = CoordSet.trusted(columns, samples, None, voxels[0].spatial_shape, repeats)
-        return Voxels._make(coord_set, feats, voxels[0].stride)
-
 
 # ---- helpers -----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ def cat(*voxels: Voxels) -> Voxels:
     """The channels of all `voxels`, (N, C1 + C2 + ...), in the row order of the first.
 
     Coordinates must be equal: the same set, or the same voxels in whatever order (see Voxels.align), never
-    just as many. ValueError names what differs. `Voxels.cat` is the concatenation of samples.
+    just as many. ValueError names what differs. `voxmma.batch` is the concatenation of samples.
     """
     first = _first(voxels)
     return first.with_feats(torch.cat([first.align(v, "concatenate") for v in voxels], dim=1))

@@ -486,7 +486,8 @@ def _convolve(
     then: Epilogue | None = None,
 ) -> _Result:
     decision = _decision(config, weight, feats.device, compute_dtype, place)
-    _, requested, decided_by, plan, chunk, scaled = decision[:6]
+    requested, decided_by, plan = decision.requested, decision.decided_by, decision.plan
+    chunk, scaled = decision.chunk, decision.scaled
     ran, _, tile, dgrad_tile, wgrad_tile = plan
     needs_grad = torch.is_grad_enabled() and feats.requires_grad  # the weight gradient runs over `mapping`
     opposite = [] if mapping.symmetric or not needs_grad else mapping.transposed().tensors

@@ -198,9 +198,8 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
 
         Raises:
             TypeError: input is no SparseConvTensor.
-            ValueError: an `indice_key` that is not there (inverse layers) or belongs to another kernel; all
-            that
-                voxmma.nn.functional.spatially_sparse_conv refuses.
+            ValueError: an `indice_key` that is not there (inverse layers) or belongs to another
+                kernel; all that voxmma.nn.functional.spatially_sparse_conv refuses.
         """
         if not isinstance(input, SparseConvTensor):
             raise TypeError(f"{self.config.layer} takes a SparseConvTensor, got {type(input).__name__}")

@@ -225,9 +225,8 @@ class SparseConvTensor:
 
     Args:
         features: (N, C), any float dtype.
-        indices: (N, ndim + 1) integers, ndim 1 to 3, on the device of the features. A tensor that was seen
-        before
-            and not written to since is not indexed again.
+        indices: (N, ndim + 1) integers, ndim 1 to 3, on the device of the features. A tensor
+            that was seen before and not written to since is not indexed again.
         spatial_shape: ndim sizes, which voxels must not exceed; ints, numpy integers, tensors.
         batch_size: number of samples.
         grid, voxel_num, permanent_thrust_allocator, enable_timer, force_algo: kept or ignored, as they only

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import pickle
 import threading
 import zipfile
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from torch import nn
 import voxmma
 from voxmma import models
 from voxmma import nn as vnn
-from voxmma.engine import Engine, EngineError, compile, load
+from voxmma.engine import Engine, EngineError, compile, load, save
 from voxmma.nn import functional as F
 from voxmma.precision.policy import PrecisionPolicy, apply_policy
 from voxmma.sparse import segments
@@ -692,7 +694,7 @@ def test_real_scan_shapes(device: Device) -> None:
 def test_a_saved_engine_does_the_same(device: Device, tmp_path: Path) -> None:
     net = evaluated(Everything(), device)
     engine = compile(net, frame(800, device), capacity=1200, grow=True, check_finite=True)
-    engine.save(tmp_path / "net.engine")
+    save(engine, tmp_path / "net.engine")
     again = load(tmp_path / "net.engine")
     assert again.device == engine.device and again.capacities == engine.capacities
     assert again.levels() == engine.levels() and again.plan == engine.plan and again.grow
@@ -714,7 +716,7 @@ def test_bounded_grids(device: Device, tmp_path: Path) -> None:
         return voxmma.Voxels(x.coords, x.feats, 2, spatial_shape=shape)
 
     engine = compile(net, bounded(400, 1))
-    engine.save(tmp_path / "net.engine")
+    save(engine, tmp_path / "net.engine")
     again = load(tmp_path / "net.engine")
     for n in (400, 7):
         x = bounded(n, n)
@@ -750,7 +752,7 @@ def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
 def test_files_that_are_no_engine_of_this_machine(tmp_path: Path) -> None:
     device = torch.device("cpu")
     path = tmp_path / "net.engine"
-    compile(evaluated(NETWORKS["second"](), device), frame(50, device)).save(path)
+    save(compile(evaluated(NETWORKS["second"](), device), frame(50, device)), path)
     for name, value in (("card", "another"), ("build", "0"), ("torch", "1.0"), ("device", "cuda")):
         wrong = edited(path, lambda head: head["machine"].update({name: value}))  # noqa: B023
         with pytest.raises(EngineError, match=rf"is for {name}|is no engine"):
@@ -784,4 +786,12 @@ def test_what_has_no_word_in_a_file_is_not_saved(tmp_path: Path) -> None:
     device = torch.device("cpu")
     engine = compile(lambda x: (x, object), frame(50, device))
     with pytest.raises(EngineError, match="cannot be saved"):
-        engine.save(tmp_path / "net.engine")
+        save(engine, tmp_path / "net.engine")
+
+
+def test_engines_are_not_copied(device: Device) -> None:
+    """Their buffers and graph are one engine's; a copy would share them."""
+    engine = compile(evaluated(NETWORKS["second"](), device), frame(50, device))
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="save and load"):
+            attempt(engine)

@@ -15,7 +15,7 @@ import voxmma
 from voxmma import Voxels
 from voxmma import nn as vnn
 from voxmma.models.blocks import ResidualBlock
-from voxmma.nn.modules import fusing
+from voxmma.nn.modules import container, fusing
 
 from conftest import random_coords, surface_coords
 
@@ -241,12 +241,12 @@ def test_a_residual_of_another_order_or_type_is_added_as_before(device: torch.de
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(3)).to(device)
     other = Voxels(x.coords[order], x.feats[order], 1)
     with torch.no_grad():
-        y = fusing.residual(body, x, other, act)
+        y = container.residual(body, x, other, act)
         assert torch.equal(y.feats, act(each_by_itself(body, x) + other).feats)
-        wide = fusing.residual(body, x, x.double(), act)
+        wide = container.residual(body, x, x.double(), act)
         assert wide.dtype == torch.float64
         with pytest.raises(ValueError, match="cannot add voxels"):
-            fusing.residual(body, x, x.with_feats(x.feats[:, :3]), act)
+            container.residual(body, x, x.with_feats(x.feats[:, :3]), act)
 
 
 def test_rescaled_sums_are_not_fused_and_the_layers_still_run(device: torch.device) -> None:

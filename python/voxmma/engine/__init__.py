@@ -7,6 +7,6 @@ y = result.voxels                    # waits, and raises what was wrong with the
 
 from voxmma.engine.compiled import Engine, Result, compile
 from voxmma.engine.errors import EngineError
-from voxmma.engine.file import load
+from voxmma.engine.file import load, save
 
-__all__ = ["Engine", "EngineError", "Result", "compile", "load"]
+__all__ = ["Engine", "EngineError", "Result", "compile", "load", "save"]

@@ -8,8 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
@@ -311,17 +310,14 @@ class Engine:
             lines.append(f"{number:5} {self._instance.capacities[number]:10,} {need:10,}  {level}")
         return "\n".join(lines)
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("an engine cannot be copied or pickled: voxmma.engine.save and load make another one")
+
     def __repr__(self) -> str:
         return (
             f"Engine(capacity={self.capacities[0]}, batch_size={self.batch_size}, device='{self.device}', "
             f"steps={len(self._program.steps)}, grow={self.grow})"
         )
-
-    def save(self, path: str | FilePath) -> None:
-        """Writes the engine into a file for `voxmma.engine.load`."""
-        from voxmma.engine import file
-
-        file.save(self, path)
 
     # ---- buffers and graph
 

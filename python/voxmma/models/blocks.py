@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 import voxmma.nn as vnn
-from voxmma.nn.modules.fusing import residual
+from voxmma.nn.modules.container import residual
 from voxmma.sparse.tensor import Voxels
 
 Layer = Callable[[int], nn.Module]

@@ -22,10 +22,10 @@ from voxmma.nn.modules.fusing import (
     _ACTIVATIONS,
     _NORMS,
     Add,
-    _watched,
     activation_of,
     run_layers,
     untouched,
+    watched,
 )
 from voxmma.nn.modules.sparse_conv import _PLAIN, SparseConv3d
 from voxmma.sparse.tensor import Voxels
@@ -203,7 +203,7 @@ def _as_written(module: nn.Module) -> Callable[..., Any]:
 
 def _plain_argument(argument: Any) -> bool:
     """Whether it is a value as the traced one was, and nobody watches."""
-    return isinstance(argument, Voxels | torch.Tensor) and not _watched(argument)
+    return isinstance(argument, Voxels | torch.Tensor) and not watched(argument)
 
 
 # ---- its graph ---------------------------------------------------------------------------------------------

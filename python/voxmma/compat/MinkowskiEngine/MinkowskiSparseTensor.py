@@ -195,16 +195,14 @@ class SparseTensor(Tensor):
     def slice(self, X: Any) -> TensorField:
         """The features of this tensor at the points that `X` (a TensorField, or a SparseTensor made of
         coordinates) was made of; ValueError where X has other voxels."""
-        from voxmma.compat.MinkowskiEngine.MinkowskiTensorField import TensorField
-
-        if isinstance(X, TensorField):
+        if isinstance(X, self._field):
             return X._with(self.F[X.inverse_mapping(self.coordinate_map_key)])
         if not isinstance(X, SparseTensor):
             raise TypeError(f"X must be a TensorField or a SparseTensor, got {type(X).__name__}")
         if X.coordinate_map_key != self.coordinate_map_key:
             raise ValueError(f"slice needs one key: {self.coordinate_map_key} and {X.coordinate_map_key}")
         rows = X.inverse_mapping
-        return TensorField(self.F[rows], coordinates=self.C[rows].float(), coordinate_manager=self._manager)
+        return self._field(self.F[rows], coordinates=self.C[rows].float(), coordinate_manager=self._manager)
 
     def cat_slice(self, X: Any) -> TensorField:
         """`slice`, with the features of the field `X` behind."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -76,6 +76,8 @@ class Tensor:
 
     quantization_mode: SparseTensorQuantizationMode
     _manager: CoordinateManager
+    _field: ClassVar[type[Any]]
+    """TensorField, whose module says so"""
 
     # ---- what the two kinds do in their own way ------------------------------------------------------------
 

@@ -129,3 +129,6 @@ class TensorField(Tensor):
     def inverse_mapping(self, sparse_tensor_map_key: CoordinateMapKey) -> torch.Tensor:
         """(N,) int64 row of the voxel that each point lies in; ValueError names a point that lies in none."""
         return self._manager.field_rows(self.coordinate_field_map_key, sparse_tensor_map_key)
+
+
+Tensor._field = TensorField

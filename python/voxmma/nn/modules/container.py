@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from voxmma.nn.functional import activation
-from voxmma.nn.modules.fusing import run_layers
+from voxmma.nn.modules.fusing import Add, run_layers, untouched, watched
 from voxmma.sparse.sets import prune
 from voxmma.sparse.tensor import Voxels
 
@@ -42,3 +42,12 @@ class Sequential(nn.Sequential):
 
     def forward(self, x: Any) -> Any:
         return run_layers(list(self), x)
+
+
+def residual(body: nn.Module, x: Voxels, shortcut: Voxels, act: nn.Module) -> Any:
+    """`act(body(x) + shortcut)`; the sum and `act` in the launch of the body's last convolution where they
+    can be (`run_layers`)."""
+    inner: list[nn.Module | Add] = [body]
+    if type(body) is Sequential and untouched(body) and not watched(x):
+        inner = list(body)
+    return run_layers([*inner, Add(shortcut), act], x)

@@ -73,7 +73,7 @@ def untouched(module: nn.Module) -> bool:
     )
 
 
-def _watched(x: Any) -> bool:
+def watched(x: Any) -> bool:
     """Whether somebody wants to see every module or function called: hooks of all modules, a verification, a
     mode or a subclass of torch's functions."""
     seen: bool = nn.modules.module._has_any_global_hook()
@@ -99,7 +99,7 @@ def activation_of(layer: Any) -> Activation | None:
     return None if found is None else Activation(*found, type(layer).__name__)
 
 
-def _epilogue(layers: Sequence[nn.Module | Add], first: int) -> tuple[Epilogue | None, int]:
+def epilogue_of(layers: Sequence[nn.Module | Add], first: int) -> tuple[Epilogue | None, int]:
     """What may follow a convolution, of the layers from `first` on: norm, sum, activation, in this order; and
     the layer after it. None where nothing may."""
     at, end = first, len(layers)
@@ -124,7 +124,7 @@ def run_layers(layers: Sequence[nn.Module | Add], x: Any) -> Any:
     forward of its own and no gradient is asked for. Otherwise each runs by itself.
     """
     at = 0
-    single = torch.compiler.is_compiling() or _watched(x)
+    single = torch.compiler.is_compiling() or watched(x)
     while at < len(layers):
         layer = layers[at]
         at += 1
@@ -134,22 +134,22 @@ def run_layers(layers: Sequence[nn.Module | Add], x: Any) -> Any:
         if not single and type(layer) in _CONVOLUTIONS and isinstance(x, Voxels) and untouched(layer):
             conv: Any = layer
             own = conv._parameters
-            then, end = _epilogue(layers, at)
+            then, end = epilogue_of(layers, at)
             if then is not None and "weight" in own and "bias" in own:
                 x = call(conv.config, x, own["weight"], own["bias"], then=then)
                 at = end
                 continue
         if not single and type(layer) in _NORMS and layer.training and isinstance(x, Voxels):
-            end = at + _behind_training(layer, layers, at, x)
+            end = at + behind_training(layer, layers, at, x)
             if end > at:
-                x = _train(layer, layers[at:end], x)
+                x = train(layer, layers[at:end], x)
                 at = end
                 continue
         x = apply_module(layer, x) if is_plain(layer) else layer(x)
     return x
 
 
-def _behind_training(layer: Any, layers: Sequence[nn.Module | Add], first: int, x: Voxels) -> int:
+def behind_training(layer: Any, layers: Sequence[nn.Module | Add], first: int, x: Voxels) -> int:
     """How many layers behind a norm in training, the `first` of them there, run in its pass: a sum, an
     activation. Only on a GPU, where there are kernels for it, and by the statistics of this process."""
     if not x._feats.is_cuda or not untouched(layer) or layer.momentum is None:
@@ -167,7 +167,7 @@ def _behind_training(layer: Any, layers: Sequence[nn.Module | Add], first: int, 
     return at - first if at > first and one_pass(x._feats, rows, numbers) else 0
 
 
-def _train(layer: Any, behind: Sequence[nn.Module | Add], x: Voxels) -> Voxels:
+def train(layer: Any, behind: Sequence[nn.Module | Add], x: Voxels) -> Voxels:
     """A norm in training and what is behind it, as torch's layer counts batches and keeps statistics."""
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
@@ -181,14 +181,3 @@ def _train(layer: Any, behind: Sequence[nn.Module | Add], x: Voxels) -> Voxels:
     if add is not None:
         return Voxels._make(x._coord_set, y, x._stride)
     return x._after(y, f"{_NORMS[type(layer)]} (fused)")._after(y, f"{name} (fused)")
-
-
-def residual(body: nn.Module, x: Voxels, shortcut: Voxels, act: nn.Module) -> Any:
-    """`act(body(x) + shortcut)`; the sum and `act` in the launch of the body's last convolution where they
-    can be (`run_layers`)."""
-    from voxmma.nn.modules.container import Sequential
-
-    inner: list[nn.Module | Add] = [body]
-    if type(body) is Sequential and untouched(body) and not _watched(x):
-        inner = list(body)
-    return run_layers([*inner, Add(shortcut), act], x)

@@ -79,6 +79,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
     dilation: Any = _Axes()
     padding: Any = _Axes()
     output_padding: Any = _Axes()
+    _convolves = True
     transposed: Any = False
     """as spconv has it: not for inverse layers, which config.transposed counts in"""
 

@@ -11,11 +11,14 @@ from torch import nn
 
 from voxmma.compat.spconv.core import missing
 from voxmma.compat.spconv.pytorch.core import SparseConvTensor
-from voxmma.nn.modules.fusing import _behind_training, _epilogue, _train, _watched, untouched
+from voxmma.nn.modules.fusing import behind_training, epilogue_of, train, untouched, watched
 
 
 class SparseModule(nn.Module):
     """Base of all layers that take a SparseConvTensor; SparseSequential gives other modules its features."""
+
+    _convolves = False
+    """whether it is a SparseConvolution"""
 
     def __init__(self, name: str | None = None) -> None:
         nn.Module.__init__(self)
@@ -41,9 +44,7 @@ def is_spconv_module(module: nn.Module) -> bool:
 
 def is_sparse_conv(module: nn.Module) -> bool:
     """Whether the module is a sparse convolution."""
-    from voxmma.compat.spconv.pytorch.conv import SparseConvolution
-
-    return isinstance(module, SparseConvolution)
+    return isinstance(module, SparseModule) and module._convolves
 
 
 def assign_name_for_sparse_modules(module: nn.Module) -> None:
@@ -101,7 +102,7 @@ class SparseSequential(SparseModule):
     def forward(self, input: Any) -> Any:
         layers: list[Any] = list(self._modules.values())
         at = 0
-        single = torch.compiler.is_compiling() or _watched(getattr(input, "_features", input))
+        single = torch.compiler.is_compiling() or watched(getattr(input, "_features", input))
         while at < len(layers):
             layer = layers[at]
             at += 1
@@ -109,7 +110,7 @@ class SparseSequential(SparseModule):
                 input = layer(input)
                 continue
             if not single and _opens(layer):
-                then, end = _epilogue(layers, at)
+                then, end = epilogue_of(layers, at)
                 if end > at:
                     input, at = layer(input, None, then), end
                     continue
@@ -118,9 +119,9 @@ class SparseSequential(SparseModule):
                 continue
             if not single and type(layer) is nn.BatchNorm1d and layer.training and input._features.is_cuda:
                 x = input.voxels
-                end = at + _behind_training(layer, layers, at, x)
+                end = at + behind_training(layer, layers, at, x)
                 if end > at:
-                    y = _train(layer, layers[at:end], x)
+                    y = train(layer, layers[at:end], x)
                     input, at = input._with(y._feats), end
                     input._record, input._applied = y._record, y._applied
                     continue

@@ -23,6 +23,7 @@ from voxmma.sparse.sized import Plan, SizedSet, derive_sized, plans_sized
 
 _SET_SLACK, _MAP_SLACK = 1.25, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'
 _MOST_GROWTH = 8  # of an input over the one before, from which rooms for it can be guessed
+_MEMORY = 63  # inputs for one part in 64 of the way down to what they needed
 _TILE = 256
 
 
@@ -219,8 +220,8 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
 
 
 def _rate(before: float, now: float) -> float:
-    """What to expect: the largest of late, sinking by a sixteenth of the difference with every input."""
-    return max(now, (15 * before + now) / 16)
+    """What to expect: the largest of late. Sinks slowly: within the slack of maps for six inputs in between."""
+    return max(now, (_MEMORY * before + now) / (_MEMORY + 1))
 
 
 def _keep_set(source: CoordSet, made: SizedSet, place: Place, number: int, done: Made) -> CoordSet:

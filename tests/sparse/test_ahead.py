@@ -180,6 +180,25 @@ def test_what_does_not_fit_is_left_to_the_layers(
         assert min(built[0]) > 0 and built[1:] == 3 * [(0, 0)]
 
 
+def test_layers_that_make_a_view_of_their_weight_are_known(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of voxmma.compat do, whose parameters are in another library's order."""
+    builds = Builds(monkeypatch)
+    kept = torch.nn.Parameter(torch.randn(8, 27, 4, device=device))
+    down = nn.SparseConv3d(8, 8, 2, stride=2).to(device)
+    for mode in (torch.no_grad, torch.inference_mode):
+        for scene in SCENES[:2]:
+            with mode():
+                builds.take()
+                down(
+                    nn.functional.spatially_sparse_conv(
+                        voxels(scene, device), kept.permute(1, 2, 0), kernel_size=3
+                    )
+                )
+    assert builds.take() == (0, 0)
+
+
 def test_what_nobody_takes_is_not_made_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     builds = Builds(monkeypatch)
     network = Network().to(device)

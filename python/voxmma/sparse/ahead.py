@@ -119,7 +119,7 @@ class Place:
                 self.asked.maps.append(Wanted(self.site, outputs.site, *how, passes, units))
 
 
-#: By the weight of the layer that met a new set first.
+#: By the weight of the layer that met a new set first; where that is a view, by what it is a view of.
 _ASKED = ByTensor(Asked)
 _LOCK = threading.Lock()
 _DEVICES = {"cuda"}
@@ -143,7 +143,7 @@ def meet(coords: CoordSet, weight: torch.Tensor) -> None:
         if coords.place is not None or coords.maps or coords.derived:
             return
         with _LOCK:
-            asked = _ASKED.get(weight)
+            asked = _ASKED.get(weight if weight._base is None else weight._base)
         place = Place(asked, rows)
         with asked.lock:  # not held while anything is made: it is asked for under the locks of sets
             if rows > _MOST_GROWTH * asked.rows:
@@ -220,7 +220,7 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
 
 
 def _rate(before: float, now: float) -> float:
-    """What to expect: the largest of late. Sinks slowly: within the slack of maps for six inputs in between."""
+    """What to expect: the largest of late. Six smaller inputs sink it by less than the slack of a map."""
     return max(now, (_MEMORY * before + now) / (_MEMORY + 1))
 
 

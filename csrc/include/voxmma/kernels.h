@@ -356,6 +356,7 @@ struct PlanStats {  // device memory; on overflow of a capacity the counts still
   int64_t uniq4;    // entries of uniq used, in units of 4
   int64_t passes;   // passes used
   int64_t pairs;    // (offset, output row) pairs with a neighbour
+  int64_t done;     // tiles that are done, while the plan is built; then 0
 };
 // With an out_count, tiles without rows and those that find no room are empty, and all of them share
 // empty_passes(kernel_volume) passes without unique rows, for which `passes` and `frag` have room behind pass_capacity.

@@ -444,14 +444,14 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
     args.pass_capacity = most_passes;
     args.uniq4_capacity = most_uniq4;
   }
-  constexpr int64_t kStats = sizeof(PlanStats) / sizeof(int64_t);
+  constexpr int64_t kStats = sizeof(PlanStats) / sizeof(int64_t), kTold = 3;  // the last is the kernels' own
   Tensor passes, frag, uniq, stats;
   const auto build = [&] {
     Parts sized;
     const int64_t stats_at = sized.add(2 * kStats), passes_at = sized.add(args.pass_capacity * 4);
     const int64_t frag_at = sized.add(args.pass_capacity * kFrags), uniq_at = sized.add(args.uniq4_capacity * 4);
     const Tensor pass_parts = on.empty({sized.total}, at::kInt);
-    stats = part_of(pass_parts, stats_at, {kStats}, at::kLong);
+    stats = part_of(pass_parts, stats_at, {kTold}, at::kLong);
     passes = part_of(pass_parts, passes_at, {args.pass_capacity, 4});
     frag = part_of(pass_parts, frag_at, {args.pass_capacity, kFrags});
     uniq = part_of(pass_parts, uniq_at, {args.uniq4_capacity * 4});

@@ -7,15 +7,15 @@
 #include "bricks.cuh"
 #include "grid.cuh"
 #include "measure.cuh"
+#include "scan.cuh"
 
 namespace voxmma {
 namespace {
 
 using namespace detail;
 
-constexpr int kMaxIndexBits = 32;         // an upper bitmap of 16 MiB
-constexpr int kScanWords = 4 * kThreads;  // of a block
-constexpr int kMeasureBlocks = 256;       // every block of mark_upper reads what they found
+constexpr int kMaxIndexBits = 32;    // an upper bitmap of 16 MiB
+constexpr int kMeasureBlocks = 256;  // every block of mark_upper reads what they found
 
 struct Counters {
   unsigned upper_blocks, lower_blocks;  // that have begun to scan
@@ -133,69 +133,15 @@ __global__ void __launch_bounds__(kThreads) mark_upper(const Index index, const 
   }
 }
 
-// The sum of `mine` over the blocks before this one, the `ticket`-th to ask: all of those run or have run. `sums` is zero
-// before the first. By the whole block.
-__device__ __forceinline__ int sum_before(unsigned long long* sums, int ticket, int mine) {
-  constexpr unsigned long long kOwn = 1ull << 32, kWhole = 2ull << 32;  // what a sum is of: the block, or all up to it
-  __shared__ int sum;
-  if (threadIdx.x < 32) {
-    const int lane = threadIdx.x;
-    if (lane == 0) atomicExch(sums + ticket, kOwn | uint32_t(mine));
-    int before = 0;
-    bool done = false;
-    for (int last = ticket - 1; !done; last -= 32) {
-      unsigned long long one = kWhole;
-      if (last - lane >= 0) {
-        while ((one = *static_cast<volatile unsigned long long*>(sums + last - lane)) == 0) {
-        }
-      }
-      const uint32_t whole = __ballot_sync(0xffffffffu, one >= kWhole);
-      const int until = whole != 0 ? __ffs(static_cast<int>(whole)) - 1 : 31;
-      before += __reduce_add_sync(0xffffffffu, lane <= until ? static_cast<int>(one & 0xffffffffu) : 0);
-      done = whole != 0;
-    }
-    if (lane == 0) {
-      atomicExch(sums + ticket, kWhole | uint32_t(before + mine));
-      sum = before;
-    }
-  }
-  __syncthreads();
-  return sum;
-}
-
 // Ranks of `words` words, in blocks that take their turn by `begun`, and their set bits in `total`.
 __device__ __forceinline__ void rank_words(const uint32_t* bits, int* ranks, unsigned long long* sums, unsigned* begun,
                                            int64_t words, int* total) {
-  __shared__ int turn, warp_total[kThreads / 32];
-  const int t = threadIdx.x, warp = t / 32, lane = t % 32;
-  if (t == 0) turn = static_cast<int>(atomicAdd(begun, 1u));
-  __syncthreads();
-  const int ticket = turn;
-  if (int64_t{ticket} * kScanWords >= words) return;
-  const uint4 four = reinterpret_cast<const uint4*>(bits)[int64_t{ticket} * kThreads + t];
-  const int mine = __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
-  int until = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, until, step);
-    if (lane >= step) until += other;
-  }
-  if (lane == 31) warp_total[warp] = until;
-  __syncthreads();
-  int all = 0, at = until - mine;
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) {
-    at += w < warp ? warp_total[w] : 0;
-    all += warp_total[w];
-  }
-  const int before = sum_before(sums, ticket, all);
-  at += before;
-  if (mine != 0) {
-    const int4 rank =
-        make_int4(at, at + __popc(four.x), at + __popc(four.x) + __popc(four.y), at + mine - __popc(four.w));
-    reinterpret_cast<int4*>(ranks)[int64_t{ticket} * kThreads + t] = rank;
-  }
-  if (t == 0 && int64_t{ticket + 1} * kScanWords >= words) *total = before + all;
+  const int turn = take_turn(begun), t = threadIdx.x;
+  if (int64_t{turn} * kScanWords >= words) return;
+  const Scan scan = scan_words(bits, turn);
+  const int before = sum_before(sums, turn, scan.all);
+  if (scan.mine != 0) reinterpret_cast<int4*>(ranks)[int64_t{turn} * kThreads + t] = ranks_of(scan, before);
+  if (t == 0 && int64_t{turn + 1} * kScanWords >= words) *total = before + scan.all;
 }
 
 __global__ void __launch_bounds__(kThreads) rank_upper(const Index index, const int* bounds) {

@@ -281,7 +281,8 @@ cudaError_t index_coords(const OrderArgs&, Brick* table, int64_t capacity, cudaS
 
 // A set as two bitmaps over the cells of a box, for boxes of up to 2^27 cells: sorted rows and their index without a
 // sort. The box is a cell_box(); the bitmaps and what is counted lie in a workspace of cell_workspace(box) bytes, 256-byte
-// aligned. In this order: clear_cells; what sets bits (expand_cells); count_cells; index_cells.
+// aligned. In this order: clear_cells; what sets bits (expand_cells); count_cells, where the
+// host asks how many there are; index_cells.
 struct CellStats {  // device memory
   int64_t count;    // cells of the set
   int64_t outside;  // not 0: a site lies outside the packable range
@@ -291,11 +292,11 @@ CoordBox cell_box(CoordBox box);             // not less than a brick
 size_t cell_workspace(const CoordBox& box);  // 0: too many cells
 CellStats* cell_stats(const CoordBox& box, void* workspace);
 cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t);
-// Where the device knows the `bounds`, smallest and largest coordinates, `box` is one that theirs is not larger than.
-cudaError_t count_cells(const CoordBox& box, const int* bounds, void* workspace, cudaStream_t);
+cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t);
 // (count, 4) coordinates sorted by (batch, x, y, z), row of each rank in Morton order, and the hash table of bricks.
-// `made` not null: the host does not know how many cells there are, and `count` is the room for them. found->count tells how
-// many there were, *made how many are there: all, or none where there is not room for all.
+// `made` not null: the host does not know how many cells there are, nobody has counted them, and `count` is the room for
+// them. found->count tells how many there were, *made how many are there: all, or none where there is not room for all. Where
+// the device knows the `bounds`, smallest and largest coordinates, `box` is one that theirs is not larger than.
 cudaError_t index_cells(const CoordBox& box, const int* bounds, void* workspace, int64_t count, int* coords, int* order,
                         Brick* table, int64_t capacity, CellStats* found, int64_t* made, cudaStream_t);
 

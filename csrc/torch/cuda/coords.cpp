@@ -202,13 +202,12 @@ void for_pieces(ExpandArgs args, const Tensor& coords, int64_t rows, const Launc
   } while (args.begin < n);
 }
 
-// Marks the sites that the rows lead to in cleared bitmaps and counts them, `rows` rows at a time.
+// Marks the sites that the rows lead to in cleared bitmaps, `rows` rows at a time.
 void mark_cells(const Launch& on, const ExpandArgs& args, const Tensor& coords, int64_t rows, void* cells) {
   check_cuda(clear_cells(args.box, cells, on.stream), "clear_cells", on.device);
   for_pieces(args, coords, rows, [&](const ExpandArgs& piece) {
     check_cuda(expand_cells(piece, cells, on.stream), "expand_cells", on.device);
   });
-  check_cuda(count_cells(args.box, args.bounds, cells, on.stream), "count_cells", on.device);
 }
 
 int64_t rows_at_a_time(ExpandArgs args, int64_t candidates) {
@@ -235,6 +234,7 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
     const Tensor scratch = on.scratch(bytes);
     void* const cells = scratch.data_ptr();
     mark_cells(on, args, coords, rows, cells);
+    check_cuda(count_cells(args.box, cells, on.stream), "count_cells", on.device);
     const CellStats found = read_back(on, cell_stats(args.box, cells));
     if (found.outside != 0 || found.count > limit) {
       const Tensor nothing = on.empty({0, 4}, at::kInt);

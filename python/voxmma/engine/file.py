@@ -23,9 +23,10 @@ from voxmma._extension import _C
 from voxmma._types import Triple
 from voxmma._version import __version__
 from voxmma.engine import ops as _ops  # noqa: F401  defines the operators
-from voxmma.engine.compiled import Engine, Input
+from voxmma.engine.compiled import Engine
 from voxmma.engine.errors import EngineError
-from voxmma.engine.record import (
+from voxmma.engine.inputs import Input
+from voxmma.engine.program import (
     Capacity,
     Const,
     Level,

@@ -1,0 +1,241 @@
+"""Programs: the steps of a network for any number of rows, and how they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from voxmma._types import Triple
+from voxmma.engine.lanes import Lanes
+from voxmma.sparse.coords import Bounds
+from voxmma.sparse.maps import Geometry
+
+Path = tuple[Any, ...]
+"""identity of a level: the number of its input, then the Derived of each layer on the way"""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor that a program makes or is given."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Const:
+    """A tensor that a program holds."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The capacity of a level."""
+
+    level: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much room a map's plan has, in units of what one takes as a rule."""
+
+    map: int
+
+
+@dataclass(frozen=True)
+class Level:
+    """A coordinate set of the network. `bounds`: smallest and largest (batch, x, y, z) that it may hold."""
+
+    path: Path
+    parent: int
+    """-1: an input"""
+    bounds: Bounds
+    marker: int = 0
+    """capacity while it is recorded"""
+
+    def __str__(self) -> str:
+        if self.parent < 0:
+            return f"input {self.path[0]}"
+        geometry, to_children, _ = self.path[-1]
+        kind = "generative layer" if to_children else "layer"
+        size, stride, *_ = geometry
+        return f"{kind} of kernel_size {size}, stride {stride} on level {self.parent}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel map of the network, from level `source` to level `target`."""
+
+    source: int
+    target: int
+    geometry: Geometry
+    reverse: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a status comes from: 'index', 'sites', 'map', 'dense', 'points', 'finite'; of a level or map."""
+
+    kind: str
+    number: int
+    status: Any
+
+
+@dataclass
+class Step:
+    """A call of an operator. `args` and `kwargs` hold Ref, Const, Capacity and Room."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    out: tuple[int | None, ...]
+    """numbers of the tensors among the flattened results"""
+    frees: tuple[int, ...] = ()
+    """tensors that nobody reads any more"""
+
+    def named(self) -> dict[str, Any]:
+        """The arguments by name."""
+        names = (argument.name for argument in self.func._schema.arguments)
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+
+
+@dataclass(frozen=True)
+class VoxelsOut:
+    """A Voxels among the results."""
+
+    level: int
+    feats: Any
+    coords: Any
+    stride: Triple
+    record: Any = None
+
+
+@dataclass(frozen=True)
+class TensorOut:
+    """A tensor among the results; level of its first dimension, -1: it is none of rows."""
+
+    level: int
+    value: Any
+
+
+@dataclass
+class Program:
+    """Steps from the inputs to the results, for whatever capacities."""
+
+    levels: list[Level]
+    plans: list[Plan]
+    inputs: list[Ref]
+    steps: list[Step]
+    consts: list[Tensor]
+    counts: list[Any]
+    """of every level: (1,) int64"""
+    reports: list[Report]
+    outputs: list[Any]
+    spec: Any
+    """pytree of the outputs"""
+    records: list[Any] = field(default_factory=list)
+
+    def lanes(self) -> Lanes:
+        """Streams to capture the program on; the current one is being captured."""
+        return Lanes(self.steps, self.beside(), lambda step: reads(step, Ref), self._given())
+
+    def beside(self) -> list[Step]:
+        """The steps that make sets and maps out of the inputs and each other, in order."""
+        known, found = self._given(), []
+        for step in self.steps:
+            if step.func._schema.name.startswith("voxmma::sized_") and known.issuperset(reads(step, Ref)):
+                found.append(step)
+                known.update(number for number in step.out if number is not None)
+        return found
+
+    def _given(self) -> set[int]:
+        return {ref.number for ref in self.inputs}
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        capacities: Sequence[int],
+        rooms: Sequence[float],
+        lanes: Lanes | None = None,
+    ) -> dict[int, Tensor]:
+        """What `places` names, from `inputs`: coordinates, features and (1,) counts, or tensors."""
+        env = {ref.number: tensor for ref, tensor in zip(self.inputs, inputs, strict=True)}
+
+        def fill(value: Any) -> Any:
+            kind = type(value)
+            if kind is Ref:
+                return env[value.number]
+            if kind is Const:
+                return self.consts[value.number]
+            if kind is Capacity:
+                return capacities[value.level]
+            if kind is Room:
+                return rooms[value.map]
+            if kind is list or kind is tuple:
+                return kind(map(fill, value))
+            return value
+
+        kept = set() if lanes is None else lanes.kept
+        for step in self.steps if lanes is None else lanes.run():
+            made = step.func(*fill(step.args), **{name: fill(value) for name, value in step.kwargs.items()})
+            for number, tensor in zip(step.out, leaves(made), strict=True):
+                if number is not None:
+                    env[number] = tensor
+            del made
+            for number in step.frees:
+                if number not in kept:
+                    del env[number]
+        return env
+
+    def value(self, env: dict[int, Tensor], place: Any) -> Tensor:
+        """The tensor that a Ref or Const among outputs, counts and reports stands for."""
+        return env[place.number] if isinstance(place, Ref) else self.consts[place.number]
+
+    def places(self) -> list[Any]:
+        """What the outside reads."""
+        found = [*self.counts, *(report.status for report in self.reports)]
+        for out in self.outputs:
+            if isinstance(out, VoxelsOut):
+                found += [out.feats, out.coords]
+            elif isinstance(out, TensorOut):
+                found.append(out.value)
+        return found
+
+
+def leaves(value: Any) -> list[Any]:
+    """The results of an operator, flat; None where there is no tensor."""
+    if isinstance(value, list | tuple):
+        return [leaf for part in value for leaf in leaves(part)]
+    return [value if isinstance(value, Tensor) else None]
+
+
+def each(value: Any, kinds: type | tuple[type, ...]) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [found for part in value for found in each(part, kinds)]
+    return [value] if isinstance(value, kinds) else []
+
+
+def reads(step: Step, kind: type) -> list[int]:
+    return [place.number for place in (*each(step.args, kind), *each(step.kwargs, kind))]
+
+
+def has(step: Step, kinds: tuple[type, ...]) -> bool:
+    return bool(each(step.args, kinds) or each(step.kwargs, kinds))
+
+
+def put(value: Any, table: dict[int, Any], kind: type = Ref) -> Any:
+    """`value` with the Refs (or Consts) of the table replaced."""
+    if isinstance(value, dict):
+        return {name: put(part, table, kind) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(put(part, table, kind) for part in value)
+    return table.get(value.number, value) if isinstance(value, kind) else value  # type: ignore[attr-defined]
+
+
+def held(value: Any, consts: list[Tensor]) -> Any:
+    return put(value, dict(enumerate(consts)), Const)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import pickle
 import threading
 import zipfile
@@ -20,6 +21,8 @@ import voxmma
 from voxmma import models
 from voxmma import nn as vnn
 from voxmma.engine import Engine, EngineError, compile, load, save
+from voxmma.engine.optimise import beside
+from voxmma.engine.program import Ref, reads
 from voxmma.nn import functional as F
 from voxmma.precision.policy import PrecisionPolicy, apply_policy
 from voxmma.sparse import segments
@@ -431,6 +434,47 @@ def test_further_examples_count(device: Device) -> None:
         compile(net, a, levels={1: 2})
 
 
+def test_headroom_comes_once(device: Device) -> None:
+    """Levels have the room beyond what the examples need that the input has, at least a quarter."""
+    net, x = evaluated(NETWORKS["second"](), device), frame(800, device)
+    with torch.no_grad():
+        needs = [x.num_voxels, *(y.num_voxels for y in net(x)[1:])]
+    for capacity, more in ((None, 1.25), (800, 1.25), (2400, 3.0)):
+        made = compile(net, x, capacity=capacity, bounds=(-99, -99, -99, 99, 99, 99)).capacities
+        assert made == [capacity or 1000, *(max(64, math.ceil(need * more)) for need in needs[1:])]
+
+
+def test_memory_is_what_is_alive_at_a_time(device: Device) -> None:
+    rows, wide = 6000, 64
+    net = evaluated(nn.Sequential(*[vnn.SparseConv3d(wide, wide, 3, padding=1) for _ in range(5)]), device)
+    engine = compile(net, frame(rows, device, wide, extent=20), capacity=rows)
+    engine(frame(rows, device, wide, extent=20)).check()
+    tensor = rows * wide * 4
+    _, *levels, total = engine.levels().splitlines()
+    _, capacity, needed, made, maps, features, *_ = levels[0].split()
+    assert (capacity, needed) == ("6,000", "6,000") and len(levels) == 1
+    assert float(features) == pytest.approx(
+        2 * tensor / 2**20, abs=0.06
+    )  # what a layer reads, what it writes
+    assert float(total.split()[0]) == pytest.approx(engine.memory / 2**20, abs=0.06)
+    parts = sum(map(float, (made, maps, features)))
+    assert parts <= engine.memory / 2**20 + 0.2
+    assert device.type == "cpu" or engine.memory <= engine.reserved <= engine.memory + (24 << 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("second", {"conv_fused": 12, "sized_index": 1, "sized_sites": 4, "sized_maps": 2}),
+        ("unet", {"conv_fused": 16, "sized_index": 1, "sized_sites": 2, "sized_maps": 2, "cat": 2}),
+    ],
+)
+def test_operators_of_a_frame(name: str, wanted: dict[str, int], device: Device) -> None:
+    """Norms, activations and residuals are the convolutions', maps are made together: no more than these."""
+    engine = compile(evaluated(NETWORKS[name](), device), frame(300, device))
+    assert engine.operators == wanted
+
+
 # ---- bad input ---------------------------------------------------------------------------------------------
 
 
@@ -601,13 +645,20 @@ def test_sets_and_maps_need_nothing_of_the_layers(device: Device) -> None:
     x = frame(200, device)
     wanted = list(engine(x).get().values())
     program = engine._program
-    side = program.beside()
-    names = {step.func._schema.name.split("::")[1] for step in side}
-    assert {"sized_index", "sized_sites", "sized_map", "sized_tree"} <= names
-    assert len([step for step in side if step.func is torch.ops.voxmma.sized_map.default]) == len(
+    side = beside(program)
+    names = [step.func._schema.name.split("::")[1] for step in side]
+    assert {"sized_index", "sized_sites", "sized_maps", "sized_tree"} <= set(names)
+    assert names.count("sized_maps") == 2  # for the first layers and for all others
+    assert sum(len(step.args[1]) for step in side if step.func is torch.ops.voxmma.sized_maps.default) == len(
         program.plans
     )
-    program.steps = [*side, *(step for step in program.steps if step not in side)]
+    begin, end = program.side
+    lanes = program.steps[begin:end]
+    assert program.steps[: len(side)] == side and {*names[begin:end]} >= {"sized_sites", "sized_maps"}
+    free = [step for step in program.steps if step not in lanes]
+    theirs = {number for step in lanes for number in step.out}
+    first = next(i for i, step in enumerate(free) if theirs.intersection(reads(step, Ref)))
+    program.steps = [*free[:first], *lanes, *free[first:]]
     for step in program.steps:
         step.frees = ()
     engine._instance = engine._build(engine.capacities, engine._instance.rooms)
@@ -697,6 +748,7 @@ def test_a_saved_engine_does_the_same(device: Device, tmp_path: Path) -> None:
     save(engine, tmp_path / "net.engine")
     again = load(tmp_path / "net.engine")
     assert again.device == engine.device and again.capacities == engine.capacities
+    again(frame(1, device)).check()
     assert again.levels() == engine.levels() and again.plan == engine.plan and again.grow
     for n in (0, 5, 900, 1400):  # the last grows
         x = frame(n, device, seed=n)
@@ -757,8 +809,8 @@ def test_files_that_are_no_engine_of_this_machine(tmp_path: Path) -> None:
         wrong = edited(path, lambda head: head["machine"].update({name: value}))  # noqa: B023
         with pytest.raises(EngineError, match=rf"is for {name}|is no engine"):
             load(wrong)
-    with pytest.raises(EngineError, match="has format 2, this version reads 1"):
-        load(edited(path, lambda head: head.update(format=2)))
+    with pytest.raises(EngineError, match="has format 1, this version reads 2"):
+        load(edited(path, lambda head: head.update(format=1)))
     for operator, message in (
         ("aten::from_file.default", "belongs to no network"),
         ("prims::add.default", "is not one of aten or voxmma"),

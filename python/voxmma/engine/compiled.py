@@ -6,6 +6,7 @@ import contextlib
 import gc
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -17,9 +18,11 @@ from voxmma import _surroundings, torchflags
 from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
 from voxmma.engine.inputs import MOST_ROWS, Input, check_frame
+from voxmma.engine.memory import WORKSPACE, Meter
 from voxmma.engine.program import Program, TensorOut, VoxelsOut
 from voxmma.engine.result import Result
 from voxmma.engine.survey import MARGIN
+from voxmma.sparse.maps import Geometry
 
 _capturing = threading.Lock()  # one graph at a time
 
@@ -38,8 +41,10 @@ class Instance:
     """(reports, 4) int64"""
     limits: list[tuple[int, int]] = field(default_factory=list)
     """on a GPU: passes and units of 4 unique rows that each map's plan may have"""
+    meter: Meter | None = None
+    """of the last run that was looked at"""
     pool: int = 0
-    """bytes that the graph works in"""
+    """bytes that the graph has reserved"""
 
 
 @contextlib.contextmanager
@@ -114,17 +119,63 @@ class Engine:
         return found
 
     @property
+    def operators(self) -> dict[str, int]:
+        """Calls of each operator in a frame, by name: on a GPU about a kernel for each, and up to ten
+        for those that make sets."""
+        return dict(Counter(step.func._schema.name.split("::")[1] for step in self._program.steps))
+
+    @property
     def memory(self) -> int:
-        """Bytes of buffers and, on a GPU, of what the graph works in; weights not counted."""
-        return sum(t.nbytes for t in self._instance.inputs) + self._instance.pool
+        """Bytes that a frame takes at a time beyond its own, results and weights: buffers of the inputs, and
+        what is alive between the steps and in them.
+
+        This is what torch.cuda.max_memory_allocated would say of the same steps. On a GPU the graph keeps it
+        (`reserved`). On a CPU 0 before the first frame.
+        """
+        return self._buffers + (self._instance.meter.peak if self._instance.meter else 0)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that an engine on a GPU keeps for itself: buffers, and blocks of the graph."""
+        return self._buffers + self._instance.pool
+
+    @property
+    def _buffers(self) -> int:
+        return sum(t.nbytes for t in self._instance.inputs)
 
     def levels(self) -> str:
-        """The levels as a table: what makes each, its capacity, and what the examples needed."""
-        lines = [f"{'level':>5} {'capacity':>10} {'needed':>10}  made by"]
+        """The levels as a table: what makes each, its capacity, what the examples needed, and where `memory`
+        goes when most is taken, in MiB: buffers and set of the level, kernel maps to it, features on it. What
+        belongs to no level, workspace included, is in the last line."""
+        made = self._instance
+        parts = Counter(made.meter.parts if made.meter else {})
+        for root, tensors in self._input_buffers():
+            parts["sets", root] += sum(t.nbytes for t in tensors)
+        names = ("sets", "maps", "features")
+        lines = [
+            f"{'level':>5} {'capacity':>10} {'needed':>10} {'set':>7} {'maps':>7} {'features':>8}  made by"
+        ]
         for number, level in enumerate(self._program.levels):
             need = self._needs[number]
-            lines.append(f"{number:5} {self._instance.capacities[number]:10,} {need:10,}  {level}")
+            a, b, c = (parts.pop((name, number), 0) / 2**20 for name in names)
+            lines.append(
+                f"{number:5} {made.capacities[number]:10,} {need:10,} {a:7.1f} {b:7.1f} {c:8.1f}  {level}"
+            )
+        workspace = parts.pop(WORKSPACE, 0) / 2**20
+        lines.append(
+            f"{self.memory / 2**20:.1f} MiB, of which workspace {workspace:.1f} and others "
+            f"{parts.total() / 2**20:.1f}"
+        )
         return "\n".join(lines)
+
+    def _input_buffers(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """Level (-1: none) and buffers of each input."""
+        buffers = iter(self._instance.inputs)
+        for given in self._inputs:
+            if given.sparse:
+                yield self._roots[given.root], [next(buffers) for _ in range(3)]
+            else:
+                yield -1, [next(buffers)]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("an engine cannot be copied or pickled: voxmma.engine.save and load make another one")
@@ -151,29 +202,34 @@ class Engine:
             made = Instance(capacities, rooms, buffers, {})
             if self.device.type == "cuda":
                 made.limits = [
-                    self._plan_capacity(number, capacities, room) for number, room in enumerate(rooms)
+                    ops.plan_capacity(*rule, room)
+                    for rule, room in zip(self._plan_rules(capacities), rooms, strict=True)
                 ]
                 with torchflags.preserved():  # of whenever it grows
                     torchflags.restore(self._flags)
                     self._capture(made)
         return made
 
-    def _plan_capacity(self, number: int, capacities: Sequence[int], room: float) -> tuple[int, int]:
-        plan = self._program.plans[number]
-        rows = capacities[plan.source], capacities[plan.target]
-        return ops.plan_capacity(plan.geometry, plan.reverse, *rows, room)
+    def _plan_rules(self, rows: Sequence[int]) -> list[tuple[Geometry, bool, int, int]]:
+        """Geometry, direction and sides of every kernel map, where levels have so many rows."""
+        return [(p.geometry, p.reverse, rows[p.source], rows[p.target]) for p in self._program.plans]
 
     @_surroundings.undisturbed()
-    def _run(self, made: Instance, lanes: bool = False) -> None:
-        streams = self._program.lanes() if lanes else None
-        made.env = self._program.run(made.inputs, made.capacities, made.rooms, streams)
-        reports = [self._program.value(made.env, report.status) for report in self._program.reports]
-        made.status = torch.stack(reports)
+    def _run(self, made: Instance, side: Any = None) -> None:
+        """side: the stream that lanes are captured on."""
+        program = self._program
+        meter = None
+        if made.meter is None or side is not None:
+            meter = Meter(program, made.inputs, self.device)
+        made.env = program.run(made.inputs, made.capacities, made.rooms, side, meter)
+        made.meter = meter or made.meter
+        lines = [program.value(made.env, r.status).view(-1, ops.STATUS)[r.line] for r in program.reports]
+        made.status = torch.stack(lines)
 
     def _capture(self, made: Instance) -> None:
         """The program as a CUDA graph, after one run that loads what is loaded once."""
         with _capturing, torch.cuda.device(self.device):
-            stream = torch.cuda.Stream()
+            stream, side = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._run(made)
@@ -181,13 +237,21 @@ class Engine:
                 made.status = None
             torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
             graph = torch.cuda.CUDAGraph()
+            assert made.meter is not None
             with (
                 _nothing_collected(),
                 torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
             ):
-                self._run(made, lanes=True)
+                # A block of each stream for what is there at a time: else the allocator takes another one,
+                # of 20 MiB or more, whenever nothing fits.
+                side.wait_stream(stream)
+                for lane, size in zip((stream, side), made.meter.large, strict=True):
+                    with torch.cuda.stream(lane):
+                        torch.empty(size, dtype=torch.uint8, device=self.device)
+                self._run(made, side)
             made.graph, made.pool = graph, torch.cuda.memory_reserved() - before
 
     # ---- a frame

@@ -12,15 +12,19 @@ from torch import Tensor, nn
 
 from voxmma import _surroundings
 from voxmma._types import positive
+from voxmma.engine import ops
 from voxmma.engine.compiled import Engine
 from voxmma.engine.inputs import Input, as_inputs, described, is_voxels
 from voxmma.engine.optimise import optimise
 from voxmma.engine.program import Program, Ref
 from voxmma.engine.record import Recorder, join
 from voxmma.engine.sets import NetworkSet
-from voxmma.engine.survey import MARGIN, Survey, wanted_bounds
+from voxmma.engine.survey import Survey, wanted_bounds
 from voxmma.sparse.coords import Bounds
 from voxmma.sparse.tensor import Voxels
+
+_SLACK = 1.1
+"""of the room in a kernel map's plan, which does not follow from the number of rows alone"""
 
 
 def compile(
@@ -86,11 +90,12 @@ def compile(
         taken = _sizes(model, examples)
         runs = []
         for shift, half in ((0, False), (7, True)):
-            recorder = Recorder(capacities, {}, taken, shift)
+            recorder = Recorder(capacities, taken, shift)
             runs.append(
                 (recorder, _record(recorder, model, leaves, spec, given, wanted, first, half, check_finite))
             )
         (recorder, program), (second, _) = runs
+        rooms = _rooms(recorder)
         program.steps, program.consts = join(recorder, second)
         with _surroundings.undisturbed():
             program.consts = [tensor.detach().clone() for tensor in program.consts]
@@ -104,14 +109,27 @@ def compile(
         if made[number] < need:
             raise ValueError(f"levels[{number}] is {made[number]:,}, an example needs {need:,} rows there")
     engine = Engine(
-        program, given, spec, made, [MARGIN] * len(program.plans), device, True,
+        program, given, spec, made, rooms, device, True,
         [survey.needs[level.path] for level in program.levels],
     )  # fmt: skip
-    for one in examples:  # rooms of plans are learnt here
+    for one in examples:  # grows where another than the first takes more room in a plan
         engine(*pytree.tree_unflatten(one, spec)).check()
     engine.grow = grow
     engine.frames = 0
     return engine
+
+
+def _rooms(recorder: Recorder) -> list[float]:
+    """What the plans of a run took, and a little more."""
+    if not recorder.found or not recorder.found[0].is_cuda:
+        return [1.0] * len(recorder.plans)
+    rows = [int(recorder.count(number)) for number in range(len(recorder.levels))]
+    needs = torch.cat(recorder.found).tolist()
+    return [
+        _SLACK
+        * ops.plan_room(plan.geometry, plan.reverse, rows[plan.source], rows[plan.target], passes, units)
+        for plan, (units, passes, *_) in zip(recorder.plans, needs, strict=True)
+    ]
 
 
 def _sizes(model: Any, examples: Sequence[Sequence[Any]]) -> set[int]:
@@ -142,9 +160,8 @@ def _record(
         out = model(*pytree.tree_unflatten(filled, spec))
     flat, form = pytree.tree_flatten(out, is_leaf=is_voxels)
     outputs = [recorder.output(leaf) for leaf in flat]
-    counts = [recorder.place(recorder.count(number)) for number in range(len(recorder.levels))]
     return Program(
-        recorder.levels, recorder.plans, inputs, recorder.steps, recorder.consts, counts, recorder.reports,
+        recorder.levels, recorder.plans, inputs, recorder.steps, recorder.consts, recorder.reports,
         outputs, form,
     )  # fmt: skip
 

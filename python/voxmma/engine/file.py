@@ -42,7 +42,7 @@ from voxmma.engine.program import (
 from voxmma.sparse.derive import Derived
 from voxmma.sparse.maps import Geometry
 
-_FORMAT = 1
+_FORMAT = 2
 _HEAD = "engine.json"
 _PLACES = {"ref": Ref, "const": Const, "capacity": Capacity, "room": Room}
 _KINDS = {kind: name for name, kind in _PLACES.items()}
@@ -144,10 +144,13 @@ def save(engine: Engine, path: str | Path) -> None:
                  {name: _encoded(value) for name, value in step.kwargs.items()}, step.out, step.frees]
                 for step in program.steps
             ],
-            "counts": [_encoded(count) for count in program.counts],
-            "reports": [[report.kind, report.number, _encoded(report.status)] for report in program.reports],
+            "reports": [
+                [report.kind, report.number, _encoded(report.status), report.line]
+                for report in program.reports
+            ],
             "outputs": [_output(out) for out in program.outputs],
             "returned": _spec(program.spec),
+            "side": program.side,
             "tensors": [
                 [_word(t.dtype), list(t.shape), _axes(t), t.device.type] for t in program.consts
             ],
@@ -300,10 +303,13 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
                 for name, args, kwargs, out, frees in head["steps"]
             ],
             consts,
-            [reader.decoded(count) for count in head["counts"]],
-            [Report(kind, number, reader.decoded(status)) for kind, number, status in head["reports"]],
+            [
+                Report(kind, number, reader.decoded(status), line)
+                for kind, number, status, line in head["reports"]
+            ],
             [reader.output(out) for out in head["outputs"]],
             pytree.treespec_loads(head["returned"]),
+            (head["side"][0], head["side"][1]),
         )
         inputs = [
             Input(

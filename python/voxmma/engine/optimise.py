@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from voxmma.engine import ops
 from voxmma.engine.program import (
     Capacity,
     Const,
     Program,
     Ref,
-    Report,
     Room,
     Step,
     TensorOut,
@@ -20,13 +21,16 @@ from voxmma.engine.program import (
     has,
     held,
     leaves,
+    made,
     put,
     reads,
 )
 
+_OPS = torch.ops.voxmma
+
 
 def optimise(program: Program, dtypes: Mapping[int, torch.dtype]) -> None:
-    """Computes what no input reaches, packs weights, drops what nobody reads, and says what is free when.
+    """Computes what no input reaches, packs weights, drops what nobody reads, and makes maps together.
 
     dtypes: of the tensors by number.
     """
@@ -34,32 +38,29 @@ def optimise(program: Program, dtypes: Mapping[int, torch.dtype]) -> None:
     for step in program.steps:
         _pack(program, step, dtypes)
     _prune(program)
+    _arrange(program)
+    _say_free(program)
+    _number_consts(program)
 
 
 def _fold(program: Program) -> None:
     """Computes what no input reaches."""
-    written = {n for step in program.steps if step.func._schema.is_mutable for n in reads(step, Ref)}
-    # A write into a view reaches what it is a view of: everything that shares memory with it stays.
-    aliases = _Aliases()
-    for step in program.steps:
-        if any(a.alias_info is not None for a in step.func._schema.arguments):
-            aliases.join([*reads(step, Ref), *(n for n in step.out if n is not None)])
-    kept = {aliases.find(n) for n in written}
+    aliases = _Aliases(program.steps)
     fixed: dict[int, Const] = {}
     steps = []
     with torch.no_grad():
         for step in program.steps:
             step.args, step.kwargs = put(step.args, fixed), put(step.kwargs, fixed)
-            outs = [n for n in step.out if n is not None]
+            outs = made(step)
             if (
                 has(step, (Ref, Capacity, Room))
                 or step.func._schema.is_mutable
-                or any(aliases.find(n) in kept for n in outs)
+                or any(map(aliases.written, outs))
             ):
                 steps.append(step)
                 continue
-            made = step.func(*held(step.args, program.consts), **held(step.kwargs, program.consts))
-            for number, tensor in zip(step.out, leaves(made), strict=True):
+            out = step.func(*held(step.args, program.consts), **held(step.kwargs, program.consts))
+            for number, tensor in zip(step.out, leaves(out), strict=True):
                 if number is not None:
                     fixed[number] = Const(len(program.consts))
                     program.consts.append(tensor)
@@ -69,8 +70,7 @@ def _fold(program: Program) -> None:
 
 def _pack(program: Program, step: Step, dtypes: Mapping[int, torch.dtype]) -> None:
     """Makes a convolution whose weight is frozen one that takes it as its kernel reads it."""
-    ops = torch.ops.voxmma
-    if step.func not in (ops.conv.default, ops.conv_fused.default):
+    if step.func not in (_OPS.conv.default, _OPS.conv_fused.default):
         return
     given = step.named()
     x, weight = given["x"], given["weight"]
@@ -80,13 +80,13 @@ def _pack(program: Program, step: Step, dtypes: Mapping[int, torch.dtype]) -> No
         return
     bias, *channels = held(list(numbers.values()), program.consts)
     how = [given[name] for name in ("symmetric", "transpose", "accumulator", "tile")]
-    packed = ops.pack_weight(
+    packed = _OPS.pack_weight(
         program.consts[weight.number], bias, *how, dtypes[x.number], eps=given.get("eps", 0.0),
         **dict(zip(list(numbers)[1:], channels, strict=True)),
     )  # fmt: skip
     program.consts.append(packed)
     rest = ("scale", "shift", "mean", "var", "eps", "residual", "activation", "slope")
-    step.func = ops.conv_fused.default
+    step.func = _OPS.conv_fused.default
     step.args = [
         *(given[name] for name in ("x", "weight", "bias", "map", "n_out")), *how, given.get("out_dtype")
     ]  # fmt: skip
@@ -95,21 +95,29 @@ def _pack(program: Program, step: Step, dtypes: Mapping[int, torch.dtype]) -> No
 
 
 def _prune(program: Program) -> None:
-    """Drops what nobody reads, and says what is free after each step."""
+    """Drops what nobody reads."""
     steps = program.steps
     needed = {place.number for place in program.places() if isinstance(place, Ref)}
     live = []
     for step in reversed(steps):
-        outs = [n for n in step.out if n is not None]
+        outs = made(step)
         if step.func._schema.is_mutable or needed.intersection(outs):
             needed.update(reads(step, Ref))
             live.append(step)
     program.steps = live[::-1]
+
+
+def _say_free(program: Program) -> None:
+    """What nobody reads after each step."""
     last = {place.number for place in program.places() if isinstance(place, Ref)}
     for step in reversed(program.steps):
-        seen = {*reads(step, Ref), *(n for n in step.out if n is not None)}
+        seen = {*reads(step, Ref), *made(step)}
         step.frees = tuple(sorted(seen - last))
         last |= seen
+
+
+def _number_consts(program: Program) -> None:
+    """Drops the constants that nobody reads."""
     used: dict[int, int] = {}
     for step in program.steps:
         for number in reads(step, Const):
@@ -128,8 +136,7 @@ def _replace_outputs(program: Program, table: dict[int, Any], kind: type = Ref) 
     def moved(value: Any) -> Any:
         return put(value, table, kind)
 
-    program.counts = moved(program.counts)
-    program.reports = [Report(r.kind, r.number, moved(r.status)) for r in program.reports]
+    program.reports = [replace(r, status=moved(r.status)) for r in program.reports]
     outputs: list[Any] = []
     for out in program.outputs:
         if isinstance(out, VoxelsOut):
@@ -141,16 +148,91 @@ def _replace_outputs(program: Program, table: dict[int, Any], kind: type = Ref) 
 
 
 class _Aliases:
-    """Sets of tensors that may share memory."""
+    """Tensors that may share memory. What is written into one reaches all."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Sequence[Step]) -> None:
         self.parent: dict[int, int] = {}
+        for step in steps:
+            if any(a.alias_info is not None for a in step.func._schema.arguments):
+                first, *others = [*reads(step, Ref), *made(step)] or [-1]
+                for number in others:
+                    self.parent[self.find(number)] = self.find(first)
+        self._written = {
+            self.find(n) for step in steps if step.func._schema.is_mutable for n in reads(step, Ref)
+        }
 
     def find(self, number: int) -> int:
         while self.parent.get(number, number) != number:
             number = self.parent[number]
         return number
 
-    def join(self, numbers: Sequence[int]) -> None:
-        for number in numbers[1:]:
-            self.parent[self.find(number)] = self.find(numbers[0])
+    def written(self, number: int) -> bool:
+        return self.find(number) in self._written
+
+
+# ---- sets and maps -----------------------------------------------------------------------------------------
+
+
+def beside(program: Program) -> list[Step]:
+    """The steps that make sets and maps out of the inputs and each other, in order."""
+    aliases = _Aliases(program.steps)
+    known = {ref.number for ref in program.inputs if not aliases.written(ref.number)}
+    found = []
+    for step in program.steps:
+        if step.func._schema.name.startswith("voxmma::sized_") and known.issuperset(reads(step, Ref)):
+            found.append(step)
+            known.update(made(step))
+    return found
+
+
+def _arrange(program: Program) -> None:
+    """Sets first, then maps, all of them by two operators, then the layers.
+
+    The second makes those that the first layers read, which need no set but the inputs'.
+    """
+    first = beside(program)
+    layers = [step for step in program.steps if step not in first]
+    index = [step for step in first if step.func is _OPS.sized_index.default]
+    maps = [step for step in first if step.func is _OPS.sized_maps.default]
+    sets = [step for step in first if step not in index and step not in maps]
+    given = {ref.number for ref in program.inputs}.union(*map(made, index))
+    makers = {number: step for step in maps for number in made(step)}
+    early: list[Step] = []
+    for layer in layers:
+        needed = dict.fromkeys(makers[number] for number in reads(layer, Ref) if number in makers)
+        if not all(given.issuperset(reads(step, Ref)) for step in needed):
+            break
+        early += [step for step in needed if step not in early]
+    late = [step for step in maps if step not in early]
+    side = [*sets, *_together(program, late)]
+    program.steps = [*index, *side, *_together(program, early), *layers]
+    program.side = (len(index), len(index) + len(side))
+
+
+def _together(program: Program, maps: list[Step]) -> list[Step]:
+    """The operator that makes all of these maps, if there are any."""
+    if not maps:
+        return []
+    places: dict[tuple[Any, ...], int] = {}
+    args: list[list[Any]] = [[] for _ in range(5)]
+    out: list[int | None] = []
+    taken = [n for step in program.steps for n in made(step)]
+    status = 1 + max(*taken, *(r.status.number for r in program.reports if isinstance(r.status, Ref)))
+    lines: dict[int, int] = {}
+    for line, step in enumerate(maps):
+        tensors, *others = step.args
+        sets = [tuple(tensors[i : i + ops.SET]) for i in range(0, len(tensors), ops.SET)]
+        for place, ends in zip(args[:2], others[:2], strict=True):
+            place += [places.setdefault(sets[end], len(places)) for end in ends]
+        for values, more in zip(args[2:], others[2:], strict=True):
+            values += more
+        out += step.out[:-1]
+        lines[made(step)[-1]] = line
+    program.reports = [
+        replace(r, status=Ref(status), line=lines[r.status.number])
+        if isinstance(r.status, Ref) and r.status.number in lines
+        else r
+        for r in program.reports
+    ]
+    parts = [part for one in places for part in one]
+    return [Step(_OPS.sized_maps.default, [parts, *args], {}, (*out, status))]

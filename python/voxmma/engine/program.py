@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from voxmma._types import Triple
-from voxmma.engine.lanes import Lanes
 from voxmma.sparse.coords import Bounds
 from voxmma.sparse.maps import Geometry
 
@@ -82,9 +82,11 @@ class Report:
     kind: str
     number: int
     status: Any
+    line: int = 0
+    """of a status of several"""
 
 
-@dataclass
+@dataclass(eq=False)
 class Step:
     """A call of an operator. `args` and `kwargs` hold Ref, Const, Capacity and Room."""
 
@@ -130,38 +132,26 @@ class Program:
     inputs: list[Ref]
     steps: list[Step]
     consts: list[Tensor]
-    counts: list[Any]
-    """of every level: (1,) int64"""
     reports: list[Report]
     outputs: list[Any]
     spec: Any
     """pytree of the outputs"""
-    records: list[Any] = field(default_factory=list)
-
-    def lanes(self) -> Lanes:
-        """Streams to capture the program on; the current one is being captured."""
-        return Lanes(self.steps, self.beside(), lambda step: reads(step, Ref), self._given())
-
-    def beside(self) -> list[Step]:
-        """The steps that make sets and maps out of the inputs and each other, in order."""
-        known, found = self._given(), []
-        for step in self.steps:
-            if step.func._schema.name.startswith("voxmma::sized_") and known.issuperset(reads(step, Ref)):
-                found.append(step)
-                known.update(number for number in step.out if number is not None)
-        return found
-
-    def _given(self) -> set[int]:
-        return {ref.number for ref in self.inputs}
+    side: tuple[int, int] = (0, 0)
+    """of `steps` those that may run beside the others: from the first on, and before the second"""
 
     def run(
         self,
         inputs: Sequence[Tensor],
         capacities: Sequence[int],
         rooms: Sequence[float],
-        lanes: Lanes | None = None,
+        beside: Any = None,
+        meter: Any = None,
     ) -> dict[int, Tensor]:
-        """What `places` names, from `inputs`: coordinates, features and (1,) counts, or tensors."""
+        """What `places` names, from `inputs`: coordinates, features and (1,) counts, or tensors.
+
+        beside: a stream that sets and maps run on, while that and the current one are captured.
+        meter: a memory.Meter.
+        """
         env = {ref.number: tensor for ref, tensor in zip(self.inputs, inputs, strict=True)}
 
         def fill(value: Any) -> Any:
@@ -178,17 +168,40 @@ class Program:
                 return kind(map(fill, value))
             return value
 
-        kept = set() if lanes is None else lanes.kept
-        for step in self.steps if lanes is None else lanes.run():
-            made = step.func(*fill(step.args), **{name: fill(value) for name, value in step.kwargs.items()})
-            for number, tensor in zip(step.out, leaves(made), strict=True):
+        # Both streams use these: their memory is given to nobody before the end.
+        lanes = self.steps[slice(*self.side)] if beside is not None else []
+        kept = {number for step in lanes for number in (*made(step), *reads(step, Ref))}
+        for step in self.steps if beside is None else self._in_lanes(beside):
+            if meter is not None:
+                meter.before()
+            out = step.func(*fill(step.args), **{name: fill(value) for name, value in step.kwargs.items()})
+            for number, tensor in zip(step.out, leaves(out), strict=True):
                 if number is not None:
                     env[number] = tensor
-            del made
+            del out
+            if meter is not None:
+                meter.after(made(step), env)
             for number in step.frees:
                 if number not in kept:
                     del env[number]
         return env
+
+    def _in_lanes(self, beside: Any) -> Iterator[Step]:
+        """The steps in order, each while its stream is current. What reads of `side` waits for all of it."""
+        main, (begin, end) = torch.cuda.current_stream(), self.side
+        yield from self.steps[:begin]
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
+            yield from self.steps[begin:end]
+        theirs = {number for step in self.steps[begin:end] for number in made(step)}
+        waited = False
+        for step in self.steps[end:]:
+            if not waited and not theirs.isdisjoint(reads(step, Ref)):
+                main.wait_stream(beside)
+                waited = True
+            yield step
+        if not waited:
+            main.wait_stream(beside)
 
     def value(self, env: dict[int, Tensor], place: Any) -> Tensor:
         """The tensor that a Ref or Const among outputs, counts and reports stands for."""
@@ -196,7 +209,7 @@ class Program:
 
     def places(self) -> list[Any]:
         """What the outside reads."""
-        found = [*self.counts, *(report.status for report in self.reports)]
+        found = [report.status for report in self.reports]
         for out in self.outputs:
             if isinstance(out, VoxelsOut):
                 found += [out.feats, out.coords]
@@ -222,6 +235,11 @@ def each(value: Any, kinds: type | tuple[type, ...]) -> list[Any]:
 
 def reads(step: Step, kind: type) -> list[int]:
     return [place.number for place in (*each(step.args, kind), *each(step.kwargs, kind))]
+
+
+def made(step: Step) -> list[int]:
+    """Numbers of the tensors that a step makes."""
+    return [number for number in step.out if number is not None]
 
 
 def has(step: Step, kinds: tuple[type, ...]) -> bool:

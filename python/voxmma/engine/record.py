@@ -54,17 +54,17 @@ class Recorder(TorchDispatchMode):
         shift: added to capacities, another in another run.
     """
 
-    def __init__(
-        self, capacities: dict[Path, int], rooms: dict[Any, float], taken: set[int], shift: int
-    ) -> None:
+    def __init__(self, capacities: dict[Path, int], taken: set[int], shift: int) -> None:
         super().__init__()
-        self.capacities, self.rooms, self.taken, self.shift = capacities, rooms, set(taken), shift
+        self.capacities, self.taken, self.shift = capacities, set(taken), shift
         self.levels: list[Level] = []
         self.plans: list[Plan] = []
         self.sets: list[NetworkSet] = []
         self.steps: list[Step] = []
         self.reports: list[Report] = []
         self.consts: list[Tensor] = []
+        self.found: list[Tensor] = []
+        """of every map its status"""
         self._numbers = WeakTensorKeyDictionary()
         self.dtypes: dict[int, torch.dtype] = {}
         self.moving: set[int] = set()
@@ -95,12 +95,10 @@ class Recorder(TorchDispatchMode):
         self.plans.append(Plan(source, target, geometry, reverse))
         return len(self.plans) - 1
 
-    def room(self, number: int) -> float:
-        return self.rooms.get(number, 1.0) + 0.0
-
     def report(self, kind: str, number: int, status: Tensor) -> None:
         if kind == "map":
-            self.steps[-1].args[-1] = Room(number)
+            self.steps[-1].args[-1] = [Room(number)]
+            self.found.append(status)
         self.reports.append(Report(kind, number, self.place(status)))
 
     # ---- tensors

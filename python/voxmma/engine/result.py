@@ -9,6 +9,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from voxmma import _surroundings
+from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
 from voxmma.engine.program import TensorOut, VoxelsOut
 from voxmma.engine.survey import MARGIN
@@ -155,8 +156,8 @@ class Result:
         limits = self._made.limits
         if not limits or (values[0] <= limits[number][1] and values[1] <= limits[number][0]):
             return 0.0
-        passes, units = self._engine._plan_capacity(number, self._made.capacities, 1.0)
-        return MARGIN * max(values[1] / passes, values[0] / units)
+        rule = self._engine._plan_rules(self._made.capacities)[number]
+        return MARGIN * ops.plan_room(*rule, values[1], values[0])
 
     def _judge_input(self, level: int, values: list[int]) -> None:
         engine = self._engine

@@ -50,7 +50,7 @@ _NORMS = _names("cudnn_batch_norm miopen_batch_norm native_batch_norm")
 _FIXED_NORMS = _names("_batch_norm_no_update _native_batch_norm_legit_no_training")
 _OURS = _names(
     "conv conv_fused conv_rescaled neighbor_counts pool_max pool_pick pool_put pool_sum segment_argmax "
-    "segment_sum sized_counts sized_dense sized_finite sized_index sized_lookup sized_map sized_rows "
+    "segment_sum sized_counts sized_dense sized_finite sized_index sized_lookup sized_maps sized_rows "
     "sized_sites sized_tree sized_weighted"
 )
 #: Functions that may be given the number of rows, as a size.

@@ -19,7 +19,7 @@ from voxmma.sparse.derive import reach
 from voxmma.sparse.tensor import Voxels
 
 MARGIN = 1.25
-"""room that the input, a level and a map's plan have beyond what the examples need"""
+"""room that an engine has beyond what the examples need"""
 _LEAST = 64  # rows of a level
 
 
@@ -43,15 +43,13 @@ class Survey:
 
     needs: dict[Path, int]
     """rows of every level"""
-    shares: dict[Path, float]
-    """largest share of its input's rows that a level has"""
     boxes: list[Bounds]
     """around the rows of every input"""
 
     @classmethod
     def of(cls, model: Callable[..., Any], examples: Sequence[Sequence[Any]], spec: Any) -> Survey:
         """Runs the network on copies of the examples."""
-        found = cls({}, {}, [])
+        found = cls({}, [])
         for one in examples:
             copies = [fresh(leaf) for leaf in one]
             model(*pytree.tree_unflatten(copies, spec))
@@ -59,8 +57,6 @@ class Survey:
             needs, boxes = _needs(roots), [_box(root) for root in roots]
             for path, need in needs.items():
                 found.needs[path] = max(found.needs.get(path, 0), need)
-                share = need / max(needs[path[:1]], 1)
-                found.shares[path] = max(found.shares.get(path, 0.0), share)
             found.boxes = [_around(a, b) for a, b in zip(found.boxes or boxes, boxes, strict=True)]
         return found
 
@@ -75,7 +71,7 @@ class Survey:
         return made
 
     def capacities(self, first: int, boxes: Sequence[Bounds]) -> dict[Path, int]:
-        """Of every level: the input's, times the level's share in the examples, with room."""
+        """Of every level, where its input has `first` rows: as much beyond what the examples need."""
         found: dict[Path, int] = {}
         bounds: dict[Path, Bounds] = {}
         for path in sorted(self.needs, key=len):
@@ -85,11 +81,12 @@ class Survey:
             above, key = path[:-1], path[-1]
             size, stride, dilation, _ = key.geometry
             bounds[path] = box = reach(bounds[above], *key)
-            wanted = max(math.ceil(first * self.shares[path] * MARGIN), _LEAST)
+            more = max(first / max(self.needs[path[:1]], 1), MARGIN)
+            wanted = max(math.ceil(self.needs[path] * more), _LEAST)
             tight = not key.to_children and size == stride and dilation == (1, 1, 1)
-            most = found[above] if tight else math.prod(size) * found[above]
+            room = found[above] if tight else math.prod(size) * found[above]
             cells = math.prod(box[4 + axis] - box[axis] + 1 for axis in range(4))
-            found[path] = max(1, min(wanted, most, cells, MOST_ROWS))
+            found[path] = max(1, min(wanted, room, cells, MOST_ROWS))
         return found
 
 

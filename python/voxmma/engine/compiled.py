@@ -19,7 +19,7 @@ from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
 from voxmma.engine.inputs import MOST_ROWS, Input, check_frame
 from voxmma.engine.memory import WORKSPACE, Meter
-from voxmma.engine.program import Program, TensorOut, VoxelsOut
+from voxmma.engine.program import Program, places
 from voxmma.engine.result import Result
 from voxmma.engine.survey import MARGIN
 from voxmma.sparse.maps import Geometry
@@ -57,6 +57,15 @@ def _nothing_collected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def _copied(tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+    """Copies under the same keys, in few launches; the next frame writes into what is copied."""
+    made = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
+    for dtype in {tensor.dtype for tensor in made.values()}:
+        keys = [key for key, tensor in made.items() if tensor.dtype == dtype]
+        torch._foreach_copy_([made[key] for key in keys], [tensors[key] for key in keys])
+    return made
 
 
 class Engine:
@@ -113,8 +122,8 @@ class Engine:
         found = []
         for step in self._program.steps:
             op = step.func._schema.name
-            if op in ("voxmma::conv", "voxmma::conv_fused", "voxmma::conv_rescaled"):
-                given = step.named()
+            given = step.named()
+            if op.startswith("voxmma::") and "accumulator" in given:
                 found.append({"op": op, "accumulator": given["accumulator"], "tile": given["tile"]})
         return found
 
@@ -333,20 +342,9 @@ class Engine:
     def _result(self, made: Instance, frame: list[Any]) -> Result:
         program = self._program
 
-        def copied(place: Any) -> Tensor:
-            return program.value(made.env, place).clone()  # the next frame writes into what it may be
-
-        outputs: list[Any] = []
-        seen: dict[Any, Tensor] = {}
-        for out in program.outputs:
-            if isinstance(out, VoxelsOut):
-                if out.coords not in seen:
-                    seen[out.coords] = copied(out.coords)
-                outputs.append((seen[out.coords], copied(out.feats)))
-            elif isinstance(out, TensorOut):
-                outputs.append(copied(out.value))
-            else:
-                outputs.append(out)
+        read = [place for out in program.outputs for place in places(out)]
+        copies = _copied({place: program.value(made.env, place) for place in read})
+        outputs = [tuple(copies[place] for place in places(out)) or out for out in program.outputs]
         assert made.status is not None
         event = None
         status = made.status

@@ -99,7 +99,7 @@ def compile(
         program.steps, program.consts = join(recorder, second)
         with _surroundings.undisturbed():
             program.consts = [tensor.detach().clone() for tensor in program.consts]
-            optimise(program, recorder.dtypes)
+            optimise(program, recorder.facts, device)
     made = [capacities[level.path] for level in program.levels]
     for number, rows in (levels or {}).items():
         if not 0 <= number < len(made):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +14,7 @@ from voxmma.engine import ops
 from voxmma.engine.program import (
     Capacity,
     Const,
+    Facts,
     Program,
     Ref,
     Room,
@@ -29,15 +32,16 @@ from voxmma.engine.program import (
 _OPS = torch.ops.voxmma
 
 
-def optimise(program: Program, dtypes: Mapping[int, torch.dtype]) -> None:
+def optimise(program: Program, facts: Mapping[int, Facts], device: torch.device) -> None:
     """Computes what no input reaches, packs weights, drops what nobody reads, and makes maps together.
 
-    dtypes: of the tensors by number.
+    facts: of the tensors by number.
     """
     _fold(program)
     for step in program.steps:
-        _pack(program, step, dtypes)
+        _pack(program, step, facts)
     _prune(program)
+    _join_columns(program, facts, device)
     _arrange(program)
     _say_free(program)
     _number_consts(program)
@@ -68,7 +72,7 @@ def _fold(program: Program) -> None:
     _replace_outputs(program, fixed)
 
 
-def _pack(program: Program, step: Step, dtypes: Mapping[int, torch.dtype]) -> None:
+def _pack(program: Program, step: Step, facts: Mapping[int, Facts]) -> None:
     """Makes a convolution whose weight is frozen one that takes it as its kernel reads it."""
     if step.func not in (_OPS.conv.default, _OPS.conv_fused.default):
         return
@@ -81,7 +85,7 @@ def _pack(program: Program, step: Step, dtypes: Mapping[int, torch.dtype]) -> No
     bias, *channels = held(list(numbers.values()), program.consts)
     how = [given[name] for name in ("symmetric", "transpose", "accumulator", "tile")]
     packed = _OPS.pack_weight(
-        program.consts[weight.number], bias, *how, dtypes[x.number], eps=given.get("eps", 0.0),
+        program.consts[weight.number], bias, *how, facts[x.number].dtype, eps=given.get("eps", 0.0),
         **dict(zip(list(numbers)[1:], channels, strict=True)),
     )  # fmt: skip
     program.consts.append(packed)
@@ -92,6 +96,64 @@ def _pack(program: Program, step: Step, dtypes: Mapping[int, torch.dtype]) -> No
     ]  # fmt: skip
     step.kwargs = {name: given[name] for name in rest if name in given}
     step.kwargs["packed"] = Const(len(program.consts) - 1)
+
+
+def _join_columns(program: Program, facts: Mapping[int, Facts], device: torch.device) -> None:
+    """Has convolutions that only a concatenation of columns reads write into its result."""
+    uses = Counter(n for step in program.steps for n in reads(step, Ref))
+    uses.update(place.number for place in program.places() if isinstance(place, Ref))
+    makers = {n: step for step in program.steps for n in made(step)}
+    for cat in [step for step in program.steps if step.func is torch.ops.aten.cat.default]:
+        parts = [part.number for part in cat.args[0] if isinstance(part, Ref) and part.number in facts]
+        known = [facts[number] for number in parts]
+        convs = [
+            makers[number]
+            for number in parts
+            if uses[number] == 1 and number in makers and makers[number].func is _OPS.conv_fused.default
+        ]
+        if (
+            convs
+            and len(parts) == len(cat.args[0])
+            and cat.named().get("dim", 0) in (1, -1)
+            and all(fact == (known[0].dtype, 2, fact.width) for fact in known)
+        ):
+            _write_columns(program, cat, parts, known, convs, device)
+
+
+def _write_columns(
+    program: Program,
+    cat: Step,
+    parts: Sequence[int],
+    known: Sequence[Facts],
+    convs: Sequence[Step],
+    device: torch.device,
+) -> None:
+    aten = torch.ops.aten
+    whole, free = Ref(made(cat)[0]), _unused(program)
+    size = [convs[0].named()["n_out"], sum(fact.width for fact in known)]
+    how = {"dtype": known[0].dtype, "device": device, "pin_memory": False}
+    before = [Step(aten.empty.memory_format, [size], how, (whole.number,))]
+    after, begin = [], 0
+    for columns, part, fact in zip(map(Ref, itertools.count(free)), parts, known, strict=False):
+        end = begin + fact.width
+        before.append(Step(aten.slice.Tensor, [whole, 1, begin, end], {}, (columns.number,)))
+        conv = next((step for step in convs if part in step.out), None)
+        if conv is None:
+            after.append(Step(aten.copy_.default, [columns, Ref(part)], {}, (columns.number,)))
+        else:
+            conv.func, conv.out = _OPS.conv_fused_into.default, (None,)
+            conv.kwargs["out"] = columns
+        begin = end
+    at = program.steps.index(cat)
+    program.steps[at : at + 1] = after
+    first = min(program.steps.index(step) for step in convs)
+    program.steps[first:first] = before
+
+
+def _unused(program: Program) -> int:
+    """A number that no tensor has, nor any larger one."""
+    taken = [n for step in program.steps for n in (*made(step), *reads(step, Ref))]
+    return 1 + max(*taken, *(place.number for place in program.places() if isinstance(place, Ref)), -1)
 
 
 def _prune(program: Program) -> None:
@@ -216,8 +278,7 @@ def _together(program: Program, maps: list[Step]) -> list[Step]:
     places: dict[tuple[Any, ...], int] = {}
     args: list[list[Any]] = [[] for _ in range(5)]
     out: list[int | None] = []
-    taken = [n for step in program.steps for n in made(step)]
-    status = 1 + max(*taken, *(r.status.number for r in program.reports if isinstance(r.status, Ref)))
+    status = _unused(program)
     lines: dict[int, int] = {}
     for line, step in enumerate(maps):
         tensors, *others = step.args

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,6 +102,14 @@ class Step:
         """The arguments by name."""
         names = (argument.name for argument in self.func._schema.arguments)
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+
+
+class Facts(NamedTuple):
+    """Of a tensor whatever the frame: dtype, dimensions, size of the last one."""
+
+    dtype: torch.dtype
+    dims: int
+    width: int
 
 
 @dataclass(frozen=True)
@@ -209,13 +217,14 @@ class Program:
 
     def places(self) -> list[Any]:
         """What the outside reads."""
-        found = [report.status for report in self.reports]
-        for out in self.outputs:
-            if isinstance(out, VoxelsOut):
-                found += [out.feats, out.coords]
-            elif isinstance(out, TensorOut):
-                found.append(out.value)
-        return found
+        return [r.status for r in self.reports] + [place for out in self.outputs for place in places(out)]
+
+
+def places(out: Any) -> list[Any]:
+    """Of a part of the result, the tensors."""
+    if isinstance(out, VoxelsOut):
+        return [out.coords, out.feats]
+    return [out.value] if isinstance(out, TensorOut) else []
 
 
 def leaves(value: Any) -> list[Any]:

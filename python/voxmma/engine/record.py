@@ -26,6 +26,7 @@ from voxmma.engine.errors import EngineError
 from voxmma.engine.program import (
     Capacity,
     Const,
+    Facts,
     Level,
     Path,
     Plan,
@@ -66,7 +67,7 @@ class Recorder(TorchDispatchMode):
         self.found: list[Tensor] = []
         """of every map its status"""
         self._numbers = WeakTensorKeyDictionary()
-        self.dtypes: dict[int, torch.dtype] = {}
+        self.facts: dict[int, Facts] = {}
         self.moving: set[int] = set()
         """numbers of the tensors that depend on the frame"""
         self._count = 0
@@ -114,7 +115,7 @@ class Recorder(TorchDispatchMode):
         ref = Ref(self._count)
         self._count += 1
         self._numbers[tensor] = ref
-        self.dtypes[ref.number] = tensor.dtype
+        self.facts[ref.number] = Facts(tensor.dtype, tensor.dim(), tensor.shape[-1:].numel())
         return ref
 
     def place(self, tensor: Tensor) -> Any:

@@ -195,8 +195,8 @@ class Result:
                         level.path[-1].shape if len(level.path) > 1 else grids[level.path[0]],
                     )
                 leaves.append(Voxels._make(sets[out.level], made[1][:rows], out.stride, out.record))
-            elif isinstance(out, TensorOut) and out.level >= 0:
-                leaves.append(made[: self._rows[out.level]])
+            elif isinstance(out, TensorOut):
+                leaves.append(made[0][: self._rows[out.level]] if out.level >= 0 else made[0])
             else:
                 leaves.append(made)
         return pytree.tree_unflatten(leaves, program.spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
 import math
 import pickle
@@ -20,7 +21,7 @@ from torch import nn
 import voxmma
 from voxmma import models
 from voxmma import nn as vnn
-from voxmma.engine import Engine, EngineError, compile, load, save
+from voxmma.engine import Engine, EngineError, Points, compile, load, save
 from voxmma.engine.optimise import beside
 from voxmma.engine.program import Ref, reads
 from voxmma.nn import functional as F
@@ -271,6 +272,109 @@ def test_devoxelising_at_points_that_are_an_input(mode: str, device: Device) -> 
     batch[4] = 2
     with pytest.raises(ValueError, match="points row 4 is not finite, or of a sample that is not there"):
         engine(x, bad, batch).get()
+
+
+# ---- points ------------------------------------------------------------------------------------------------
+
+
+def cloud(
+    n: int, device: Device, seed: int = 0, batch: int = 2, dtype: torch.dtype = torch.float32, **how: Any
+) -> Points:
+    generator = torch.Generator().manual_seed(seed)
+    points = 6 * torch.rand(n, 3, generator=generator) - 2
+    feats = torch.randn(n, 4, generator=generator)
+    samples = torch.randint(batch, (n,), generator=generator).to(device) if batch > 1 else None
+    return Points(
+        points.to(device, dtype),
+        feats.to(device, dtype),
+        (0.5, 0.4, 0.5),
+        samples,
+        batch,
+        origin=(0.1, 0, 0),
+        **how,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(("batch", "reduce"), [(1, "sum"), (2, "mean")])
+def test_points_become_the_voxels_of_from_points(
+    batch: int, reduce: str, dtype: torch.dtype, device: Device, tmp_path: Path
+) -> None:
+    net = evaluated(NETWORKS["unet"](), device, dtype)
+
+    def both(x: voxmma.Voxels) -> list[voxmma.Voxels]:
+        return [x, net(x)]
+
+    engine = compile(both, cloud(900, device, batch=batch, reduce=reduce, dtype=dtype), capacity=1200)
+    assert "cells that hold points of level 0" in engine.levels() and engine.capacities[0] == 1200
+    save(engine, tmp_path / "net.engine")
+    for made in (engine, load(tmp_path / "net.engine")):
+        for n in (900, 1, 300, 0, 1100):
+            x = cloud(n, device, n, batch, dtype, reduce=reduce)
+            with torch.no_grad():
+                voxels, wanted = both(x.voxels())
+            got, result = made(x).get()
+            assert_same(got, voxels, exact=True)
+            assert_same(result, wanted)
+            if batch == 1:
+                assert_same(made((x.points, x.feats)).get(), [got, result], exact=True)
+
+
+def test_points_that_an_engine_cannot_take(device: Device) -> None:
+    net = evaluated(NETWORKS["second"](), device)
+    engine = compile(net, cloud(300, device), check_finite=True)
+    x = cloud(200, device)
+
+    def changed(**fields: Any) -> Points:
+        return dataclasses.replace(x, **fields)
+
+    points, batch = x.points.clone(), x.batch_index.clone()
+    points[31, 2] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"points row 31 of sample \d, .*nan.*, is not finite or lies in a cell"
+    ):
+        engine(changed(points=points)).get()
+    points[31, 2] = 1e6
+    with pytest.raises(ValueError, match="points row 31 of sample"):
+        engine(changed(points=points)).get()
+    batch[17] = 2
+    with pytest.raises(ValueError, match="points row 17 of sample 2"):
+        engine(changed(batch_index=batch)).get()
+    with pytest.raises(ValueError, match="feats row 5 of input 0 is not finite"):
+        engine(changed(feats=x.feats.index_fill(0, torch.tensor([5], device=device), torch.inf))).get()
+    with pytest.raises(ValueError, match=r"the input is Grid\(.*, the engine takes Grid"):
+        engine(changed(voxel_size=0.25))
+    with pytest.raises(ValueError, match="the input has 3 samples, the engine takes 2"):
+        engine(changed(batch_size=3))
+    with pytest.raises(TypeError, match="the input must be Points, got Voxels"):
+        engine(x.voxels())
+    with pytest.raises(ValueError, match="the frame has 400 points, the engine's capacity is 375"):
+        engine(cloud(400, device))
+    with pytest.raises(ValueError, match="reduce must be 'mean' or 'sum', got 'max'"):
+        changed(reduce="max")
+    with pytest.raises(TypeError, match="batch_index must be int64"):
+        changed(batch_index=x.batch_index.int())
+    with pytest.raises(ValueError, match="batch_size is 2: batch_index must say"):
+        changed(batch_index=None)
+    assert_same(engine(x).get(), net(x.voxels()))  # and nothing of the frames before is left
+
+
+def test_more_voxels_of_points_than_there_is_room_for(device: Device) -> None:
+    """As many points in more cells."""
+    net = evaluated(NETWORKS["second"](), device)
+    near = dataclasses.replace(cloud(600, device), points=cloud(600, device).points / 4)
+    bounds = (-20, -20, -20, 20, 20, 20)
+    engine = compile(net, near, bounds=bounds)
+    far = cloud(600, device)
+    need = far.voxels().num_voxels
+    with pytest.raises(
+        EngineError, match=rf"level 1 \(cells that hold points of level 0\) needs {need} rows"
+    ):
+        engine(far).get()
+    grown = compile(net, near, bounds=bounds, grow=True)
+    for x in (far, cloud(2000, device, 3)):
+        with torch.no_grad():
+            assert_same(grown(x).get(), net(x.voxels()))
 
 
 # ---- what is frozen ----------------------------------------------------------------------------------------
@@ -633,7 +737,7 @@ def test_code_that_looks_at_the_rows_is_refused(device: Device) -> None:
 
 def test_bad_arguments(device: Device) -> None:
     x, net = frame(100, device), vnn.SparseConv3d(4, 8, 3).eval().to(device)
-    with pytest.raises(TypeError, match="example must hold Voxels"):
+    with pytest.raises(TypeError, match="example must hold Voxels or Points"):
         compile(net, x.feats)
     with pytest.raises(ValueError, match="bounds must be 6 integers"):
         compile(net, x, bounds=(1, 2))

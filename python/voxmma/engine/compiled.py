@@ -17,7 +17,7 @@ from torch import Tensor
 from voxmma import _surroundings, torchflags
 from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
-from voxmma.engine.inputs import MOST_ROWS, Input, check_frame
+from voxmma.engine.inputs import MOST_ROWS, Input, Rows, check_frame
 from voxmma.engine.memory import WORKSPACE, Meter
 from voxmma.engine.program import Program, places
 from voxmma.engine.result import Result
@@ -158,7 +158,7 @@ class Engine:
         belongs to no level, workspace included, is in the last line."""
         made = self._instance
         parts = Counter(made.meter.parts if made.meter else {})
-        for root, tensors in self._input_buffers():
+        for _, root, tensors in self._input_buffers(made):
             parts["sets", root] += sum(t.nbytes for t in tensors)
         names = ("sets", "maps", "features")
         lines = [
@@ -177,14 +177,13 @@ class Engine:
         )
         return "\n".join(lines)
 
-    def _input_buffers(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Level (-1: none) and buffers of each input."""
-        buffers = iter(self._instance.inputs)
+    def _input_buffers(self, made: Instance) -> Iterator[tuple[Input, int, list[Tensor]]]:
+        """Each input, its level (-1: none) and its buffers."""
+        begin = 0
         for given in self._inputs:
-            if given.sparse:
-                yield self._roots[given.root], [next(buffers) for _ in range(3)]
-            else:
-                yield -1, [next(buffers)]
+            end = begin + given.count
+            yield given, self._roots[given.root] if given.sparse else -1, made.inputs[begin:end]
+            begin = end
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("an engine cannot be copied or pickled: voxmma.engine.save and load make another one")
@@ -201,13 +200,8 @@ class Engine:
         buffers: list[Tensor] = []
         with torch.inference_mode(False), torch.no_grad():
             for given in self._inputs:
-                if given.sparse:
-                    rows = capacities[self._roots[given.root]]
-                    buffers.append(torch.zeros((rows, 4), dtype=torch.int32, device=self.device))
-                    buffers.append(torch.zeros((rows, *given.shape), dtype=given.dtype, device=self.device))
-                    buffers.append(torch.zeros(1, dtype=torch.int64, device=self.device))
-                else:
-                    buffers.append(torch.zeros(given.shape, dtype=given.dtype, device=self.device))
+                rows = capacities[self._roots[given.root]] if given.sparse else 0
+                buffers += given.buffers(rows, self.device)
             made = Instance(capacities, rooms, buffers, {})
             if self.device.type == "cuda":
                 made.limits = [
@@ -271,9 +265,9 @@ class Engine:
         Args:
             inputs: as the example: in place of Voxels also (coords, feats), (N, 4) int32 or int64 rows
                 (batch, x, y, z) and (N, C) features of the example's dtype, which nobody has looked at
-                before. N may be 0 and is at most the engine's capacity, unless it may grow. Other tensors
-                have the example's shape and dtype. All on the engine's device. They are not to be written
-                to before the result is read.
+                before; in place of Points of one sample also (points, feats). N may be 0 and is at most the
+                engine's capacity, unless it may grow. Other tensors have the example's shape and dtype. All
+                on the engine's device. They are not to be written to before the result is read.
 
         Returns a Result, whose device work is on the current stream.
 
@@ -283,15 +277,15 @@ class Engine:
         """
         frame = check_frame(inputs, self._spec, self._inputs, self.device)
         for root, leaf in self._sparse(frame):
-            if len(leaf[0]) > self._instance.capacities[root] and not self.grow:
+            if len(leaf.where) > self._instance.capacities[root] and not self.grow:
                 raise ValueError(
-                    f"the frame has {len(leaf[0]):,} voxels, the engine's capacity is "
+                    f"the frame has {len(leaf.where):,} {leaf.kind}, the engine's capacity is "
                     f"{self._instance.capacities[root]:,}: compile it with more, or with grow=True"
                 )
         with self._lock:
             return self._frame(frame)
 
-    def _sparse(self, frame: list[Any]) -> list[tuple[int, Any]]:
+    def _sparse(self, frame: list[Any]) -> list[tuple[int, Rows]]:
         """Level and leaf of each sparse input."""
         return [
             (self._roots[given.root], leaf)
@@ -303,7 +297,9 @@ class Engine:
     def _frame(self, frame: list[Any]) -> Result:
         """Enqueues a frame. Under the lock."""
         rows = self._instance.capacities
-        self._grow({root: len(leaf[0]) for root, leaf in self._sparse(frame) if len(leaf[0]) > rows[root]})
+        self._grow(
+            {root: len(leaf.where) for root, leaf in self._sparse(frame) if len(leaf.where) > rows[root]}
+        )
         made = self._instance
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
@@ -312,7 +308,8 @@ class Engine:
                 stack.enter_context(torch.cuda.device(self.device))
                 if self._last is not None:
                     torch.cuda.current_stream().wait_event(self._last)  # the buffers are one frame's
-            self._load(made, frame)
+            for (given, _, buffers), leaf in zip(self._input_buffers(made), frame, strict=True):
+                given.load(buffers, leaf)
             if made.graph is not None:
                 made.graph.replay()
             else:
@@ -323,21 +320,6 @@ class Engine:
                 self._last = result._event
         self.frames += 1
         return result
-
-    def _load(self, made: Instance, frame: list[Any]) -> None:
-        """Copies a frame into the buffers."""
-        buffers = iter(made.inputs)
-        for given, leaf in zip(self._inputs, frame, strict=True):
-            if not given.sparse:
-                next(buffers).copy_(leaf)
-                continue
-            coords, feats = leaf[:2]
-            rows = len(coords)
-            if coords.dtype == torch.int64:  # what does not fit stays outside of the bounds
-                coords = coords.clamp(-(1 << 30), 1 << 30)
-            next(buffers)[:rows].copy_(coords)
-            next(buffers)[:rows].copy_(feats)
-            next(buffers).fill_(rows)
 
     def _result(self, made: Instance, frame: list[Any]) -> Result:
         program = self._program

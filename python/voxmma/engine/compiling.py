@@ -14,7 +14,7 @@ from voxmma import _surroundings
 from voxmma._types import positive
 from voxmma.engine import ops
 from voxmma.engine.compiled import Engine
-from voxmma.engine.inputs import Input, as_inputs, described, is_voxels
+from voxmma.engine.inputs import Input, Points, Rows, as_inputs, described, is_input
 from voxmma.engine.optimise import optimise
 from voxmma.engine.program import Program, Ref
 from voxmma.engine.record import Recorder, join
@@ -48,8 +48,9 @@ def compile(
             Convolutions, pooling, norms in evaluation mode, activations, linear layers, sums and
             concatenations on one set, pooling over samples, dense(spatial_shape=...) and whatever else keeps
             rows apart.
-        example: its inputs: Voxels, or a tuple of inputs. Tensors have these sizes later, too.
-        capacity: voxels that a frame may have. Default: a quarter more than the largest example.
+        example: its inputs: Voxels, or a tuple of inputs. Tensors have these sizes later, too. For `Points`
+            the network gets the voxels that the engine makes of them.
+        capacity: voxels (or points) that a frame may have. Default: a quarter more than the largest example.
         levels: capacities of levels by number (`Engine.levels()`), instead of what the examples lead to.
         bounds: least x, y, z and largest x, y, z of a frame's coordinates. Default: a box around the
             examples, larger where that costs nothing. Boxes of up to 2^27 cells, samples included and every
@@ -65,19 +66,19 @@ def compile(
     if isinstance(model, nn.Module) and any(module.training for module in model.modules()):
         raise ValueError("model is in training mode: call model.eval()")
     inputs = as_inputs(example)
-    leaves, spec = pytree.tree_flatten(inputs, is_leaf=is_voxels)
+    leaves, spec = pytree.tree_flatten(inputs, is_leaf=is_input)
     given = described(leaves)
-    device = next(leaf.device for leaf in leaves if isinstance(leaf, Voxels))
+    device = next(leaf.device for leaf in leaves if is_input(leaf))
     examples = [leaves]
     for place, frame in enumerate(frames):
-        more, its_spec = pytree.tree_flatten(as_inputs(frame), is_leaf=is_voxels)
+        more, its_spec = pytree.tree_flatten(as_inputs(frame), is_leaf=is_input)
         if its_spec != spec:
             raise TypeError(f"frames[{place}] is built as {its_spec}, the example as {spec}")
         examples.append(more)
     for leaf in (leaf for leaves in examples for leaf in leaves):
         if leaf.device != device:
             raise ValueError(f"the example is on {device} and {leaf.device}")
-    batch = max(leaf.batch_size for one in examples for leaf in one if isinstance(leaf, Voxels))
+    batch = max(leaf.batch_size for one in examples for leaf in one if is_input(leaf))
     given = [replace(one, batch_size=batch) if one.sparse else one for one in given]
     with torch.inference_mode(False), torch.no_grad():
         survey = Survey.of(model, examples, spec)
@@ -123,7 +124,7 @@ def _rooms(recorder: Recorder) -> list[float]:
     """What the plans of a run took, and a little more."""
     if not recorder.found or not recorder.found[0].is_cuda:
         return [1.0] * len(recorder.plans)
-    rows = [int(recorder.count(number)) for number in range(len(recorder.levels))]
+    rows = {made.level: int(made.count) for made in recorder.sets}
     needs = torch.cat(recorder.found).tolist()
     return [
         _SLACK
@@ -135,7 +136,7 @@ def _rooms(recorder: Recorder) -> list[float]:
 def _sizes(model: Any, examples: Sequence[Sequence[Any]]) -> set[int]:
     """Sizes that tensors have already."""
     found = {size for one in examples for leaf in one if isinstance(leaf, Tensor) for size in leaf.shape}
-    found |= {leaf.channels for one in examples for leaf in one if isinstance(leaf, Voxels)}
+    found |= {leaf.feats.shape[1] for one in examples for leaf in one if is_input(leaf)}
     if isinstance(model, nn.Module):
         for tensor in (*model.parameters(), *model.buffers()):
             found |= set(tensor.shape)
@@ -158,7 +159,7 @@ def _record(
     inputs, filled = _inputs(recorder, leaves, given, bounds, capacity, half, check_finite)
     with torch.random.fork_rng(devices=[]), recorder:
         out = model(*pytree.tree_unflatten(filled, spec))
-    flat, form = pytree.tree_flatten(out, is_leaf=is_voxels)
+    flat, form = pytree.tree_flatten(out, is_leaf=is_input)
     outputs = [recorder.output(leaf) for leaf in flat]
     return Program(
         recorder.levels, recorder.plans, inputs, recorder.steps, recorder.consts, recorder.reports,
@@ -185,22 +186,38 @@ def _inputs(
             inputs.append(recorder.input(tensor))
             filled.append(tensor)
             continue
-        coords, feats = leaf.coords, leaf.feats.detach()
+        where, batch = (leaf.points, leaf.batch_index) if isinstance(leaf, Points) else (leaf.coords, None)
+        rows = Rows(where.detach(), leaf.feats.detach(), one.batch_size, batch=batch)
         if half:
-            coords, feats = coords.flip(0)[::2], feats.flip(0)[::2]
+            rows = rows._replace(where=where.flip(0)[::2], feats=rows.feats.flip(0)[::2])
+            rows = rows._replace(batch=None if batch is None else batch.flip(0)[::2])
         box = bounds[one.root]
         level = recorder.level((one.root,), -1, box, capacity)
-        rows = recorder.levels[level].marker
-        buffers = (coords.new_zeros((rows, 4)), feats.new_zeros((rows, *one.shape)))
-        buffers[0][: len(coords)], buffers[1][: len(feats)] = coords, feats
-        count = torch.full((1,), len(coords), dtype=torch.int64, device=coords.device)
-        inputs += [recorder.input(t) for t in (*buffers, count)]
+        buffers = one.buffers(recorder.levels[level].marker, where.device)
+        one.load(buffers, rows)
+        inputs += [recorder.input(t) for t in buffers]
+        coords, feats, count, *samples = buffers
         with recorder:
-            *index, status = torch.ops.voxmma.sized_index(buffers[0], count, list(box))
-            recorder.report("index", level, status)
             if check_finite:
-                recorder.report("finite", one.root, torch.ops.voxmma.sized_finite(buffers[1], count))
-        parts = (buffers[0], count, *index)
-        made = NetworkSet.make(recorder, level, parts, one.batch_size, box, one.spatial_shape)
-        filled.append(Voxels._make(made, buffers[1], one.stride))
+                recorder.report("finite", one.root, torch.ops.voxmma.sized_finite(feats, count))
+            if one.grid is not None:
+                level = recorder.cells(level, one.root, box)
+                coords, feats, count, status = torch.ops.voxmma.sized_voxels(
+                    coords,
+                    samples[0] if samples else None,
+                    feats,
+                    count,
+                    coords.new_tensor([box[:4], box[4:]], dtype=torch.int32),
+                    list(one.grid.edge),
+                    list(one.grid.origin),
+                    one.grid.reduce,
+                    recorder.levels[level].marker,
+                )
+                recorder.report("voxels", level, status)
+            *index, status = torch.ops.voxmma.sized_index(coords, count, list(box))
+            recorder.report("index", level, status)
+        made = NetworkSet.make(
+            recorder, level, (coords, count, *index), one.batch_size, box, one.spatial_shape
+        )
+        filled.append(Voxels._make(made, feats, one.stride))
     return inputs, filled

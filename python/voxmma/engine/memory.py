@@ -31,7 +31,7 @@ def kinds(program: Program) -> dict[int, Kind]:
                 found[number] = "maps", program.plans[lines[outs[-1], at // some].number].target
             found[outs[-1]] = "maps", -1
             continue
-        if name in ("voxmma::sized_index", "voxmma::sized_sites"):
+        if name in ("voxmma::sized_index", "voxmma::sized_sites", "voxmma::sized_voxels"):
             kind = "sets", told[outs[-1]].number
         else:
             sizes = [place.level for place in (*each(step.args, Capacity), *each(step.kwargs, Capacity))]

@@ -21,6 +21,9 @@ _SET = "Tensor {0}coords, Tensor {0}count, Tensor {0}inner, Tensor {0}first, Ten
 _SCHEMAS = (
     "sized_index(Tensor coords, Tensor count, int[] bounds)"
     " -> (Tensor inner, Tensor first, Tensor second, Tensor status)",
+    "sized_voxels(Tensor points, Tensor? batch, Tensor feats, Tensor count, Tensor box, float[] edge,"
+    " float[] origin, str reduce, int capacity)"
+    " -> (Tensor coords, Tensor voxel_feats, Tensor voxel_count, Tensor status)",
     f"sized_sites({_SET.format('')}, int[] bounds, int[] geometry, bool to_children,"
     " int[] shape, int capacity)"
     f" -> ({_SET.format('')}, Tensor status)",
@@ -70,6 +73,22 @@ def _index(coords: Tensor, count: Tensor, bounds: list[int]) -> tuple[Tensor, ..
     made = sized.index_sized(coords, count, tuple(bounds), status)
     assert made.inner is not None
     return made.inner, *made.index, status
+
+
+def _voxels(
+    points: Tensor,
+    batch: Tensor | None,
+    feats: Tensor,
+    count: Tensor,
+    box: Tensor,
+    edge: list[float],
+    origin: list[float],
+    reduce: str,
+    capacity: int,
+) -> tuple[Tensor, ...]:
+    status = _status(points)
+    made = sized.voxels_sized(points, batch, feats, count, (edge, origin, reduce), box, capacity, status)
+    return *made, status
 
 
 def _sites(
@@ -208,6 +227,7 @@ def _finite(x: Tensor, count: Tensor) -> Tensor:
 
 for _name, _function in (
     ("sized_index", _index),
+    ("sized_voxels", _voxels),
     ("sized_sites", _sites),
     ("sized_maps", _maps),
     ("sized_lookup", _lookup),

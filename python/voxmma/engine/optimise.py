@@ -254,7 +254,7 @@ def _arrange(program: Program) -> None:
     """
     first = beside(program)
     layers = [step for step in program.steps if step not in first]
-    index = [step for step in first if step.func is _OPS.sized_index.default]
+    index = [s for s in first if s.func in (_OPS.sized_voxels.default, _OPS.sized_index.default)]
     maps = [step for step in first if step.func is _OPS.sized_maps.default]
     sets = [step for step in first if step not in index and step not in maps]
     given = {ref.number for ref in program.inputs}.union(*map(made, index))

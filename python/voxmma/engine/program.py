@@ -14,7 +14,8 @@ from voxmma.sparse.coords import Bounds
 from voxmma.sparse.maps import Geometry
 
 Path = tuple[Any, ...]
-"""identity of a level: the number of its input, then the Derived of each layer on the way"""
+"""identity of a level: number of its input, `CELLS` if that is of points, the Derived of each layer"""
+CELLS = "cells"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Level:
     def __str__(self) -> str:
         if self.parent < 0:
             return f"input {self.path[0]}"
+        if self.path[-1] == CELLS:
+            return f"cells that hold points of level {self.parent}"
         geometry, to_children, _ = self.path[-1]
         kind = "generative layer" if to_children else "layer"
         size, stride, *_ = geometry
@@ -77,7 +80,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """Where a status comes from: 'index', 'sites', 'map', 'dense', 'points', 'finite'; of a level or map."""
+    """Where a status comes from: of what, of which level or map. See result.py."""
 
     kind: str
     number: int

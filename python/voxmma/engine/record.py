@@ -24,6 +24,7 @@ from voxmma.dispatch.launches import leave
 from voxmma.engine import rules
 from voxmma.engine.errors import EngineError
 from voxmma.engine.program import (
+    CELLS,
     Capacity,
     Const,
     Facts,
@@ -91,6 +92,10 @@ class Recorder(TorchDispatchMode):
                 "the network made other coordinates than before: they depend on more than its input's"
             )
         return self.level(path, parent, bounds, capacity)
+
+    def cells(self, parent: int, root: int, bounds: Bounds) -> int:
+        """The level of the voxels of an input's points."""
+        return self.level((root, CELLS), parent, bounds, self.capacities[root, CELLS])
 
     def plan(self, source: int, target: int, geometry: Geometry, reverse: bool) -> int:
         self.plans.append(Plan(source, target, geometry, reverse))

@@ -11,9 +11,10 @@ from torch import Tensor
 from voxmma import _surroundings
 from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
-from voxmma.engine.program import TensorOut, VoxelsOut
+from voxmma.engine.program import CELLS, TensorOut, VoxelsOut
 from voxmma.engine.survey import MARGIN
 from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.sized import LONGEST
 from voxmma.sparse.tensor import Voxels
 
 if TYPE_CHECKING:
@@ -111,7 +112,13 @@ class Result:
             number = report.number
             if report.kind == "index":
                 rows[number] = values[0]
-                self._judge_input(number, values)
+                if program.levels[number].parent < 0:  # voxels of points are as they should be
+                    self._judge_input(number, values)
+            elif report.kind == "voxels":
+                self._judge_points(number, values)
+                if values[0] > made.capacities[number]:
+                    grown[number] = values[0]
+                    break
             elif report.kind == "finite" and values[0] >= 0:
                 raise ValueError(f"feats row {values[0]} of input {number} is not finite")
             elif report.kind == "sites":
@@ -161,7 +168,7 @@ class Result:
 
     def _judge_input(self, level: int, values: list[int]) -> None:
         engine = self._engine
-        coords = dict(engine._sparse(self._frame))[level][0]
+        coords = dict(engine._sparse(self._frame))[level].where
         bounds = engine._program.levels[level].bounds
         if values[1] >= 0:
             row = values[1]
@@ -175,13 +182,28 @@ class Result:
             row, twin = values[2] >> 32, values[2] & 0xFFFFFFFF
             raise ValueError(f"coords rows {twin} and {row} are the same voxel {tuple(coords[row].tolist())}")
 
+    def _judge_points(self, level: int, values: list[int]) -> None:
+        made = self._engine._program.levels[level]
+        points = dict(self._engine._sparse(self._frame))[made.parent]
+        if values[1] >= 0:
+            row = values[1]
+            sample = "" if points.batch is None else f" of sample {int(points.batch[row])}"
+            raise ValueError(
+                f"points row {row}{sample}, {tuple(points.where[row].tolist())}, is not finite or lies in a "
+                f"cell outside of the engine's bounds, {made.bounds}"
+            )
+        if values[2] > LONGEST and points.where.is_cuda:
+            raise ValueError(f"a voxel has {values[2]:,} points, an engine adds up to {LONGEST:,}")
+
     @_surroundings.undisturbed()
     def _build(self) -> Any:
         engine, program = self._engine, self._engine._program
         given = engine._sparse(self._frame)
-        batches = [leaf[2] for _, leaf in given]
+        batches = [leaf.batch_size for _, leaf in given]
         grids = [one.spatial_shape for one in engine._inputs if one.sparse]
-        sets: dict[int, CoordSet] = {root: leaf[3] for root, leaf in given if leaf[3] is not None}
+        sets: dict[int, CoordSet] = {
+            root: leaf.coord_set for root, leaf in given if leaf.coord_set is not None
+        }
         leaves: list[Any] = []
         for out, made in zip(program.outputs, self._outputs, strict=True):
             if isinstance(out, VoxelsOut):
@@ -192,7 +214,9 @@ class Result:
                         made[0][:rows].contiguous(),
                         batches[level.path[0]],
                         level.bounds,
-                        level.path[-1].shape if len(level.path) > 1 else grids[level.path[0]],
+                        grids[level.path[0]]
+                        if level.parent < 0 or level.path[-1] == CELLS
+                        else level.path[-1].shape,
                     )
                 leaves.append(Voxels._make(sets[out.level], made[1][:rows], out.stride, out.record))
             elif isinstance(out, TensorOut):

@@ -12,8 +12,8 @@ import torch.utils._pytree as pytree
 
 from voxmma import _surroundings
 from voxmma._types import Triple, integer, positive
-from voxmma.engine.inputs import MOST_ROWS, fresh
-from voxmma.engine.program import Path
+from voxmma.engine.inputs import MOST_ROWS, Points, fresh, is_input
+from voxmma.engine.program import CELLS, Path
 from voxmma.sparse.coords import COORD_MAX, COORD_MIN, Bounds, CoordSet
 from voxmma.sparse.derive import reach
 from voxmma.sparse.tensor import Voxels
@@ -23,8 +23,8 @@ MARGIN = 1.25
 _LEAST = 64  # rows of a level
 
 
-def _needs(roots: Sequence[CoordSet]) -> dict[Path, int]:
-    """Rows of every set that layers made from `roots`, and of these, by path."""
+def _needs(roots: Sequence[CoordSet], points: Sequence[int]) -> dict[Path, int]:
+    """Rows of every set that layers made from `roots`, and of these, by path; points of each, -1 for none."""
     found: dict[Path, int] = {}
 
     def visit(made: CoordSet, path: Path) -> None:
@@ -33,7 +33,9 @@ def _needs(roots: Sequence[CoordSet]) -> dict[Path, int]:
             visit(child, (*path, step))
 
     for number, root in enumerate(roots):
-        visit(root, (number,))
+        if points[number] >= 0:
+            found[number,] = points[number]
+        visit(root, (number, CELLS) if points[number] >= 0 else (number,))
     return found
 
 
@@ -54,7 +56,8 @@ class Survey:
             copies = [fresh(leaf) for leaf in one]
             model(*pytree.tree_unflatten(copies, spec))
             roots = [leaf.coord_set for leaf in copies if isinstance(leaf, Voxels)]
-            needs, boxes = _needs(roots), [_box(root) for root in roots]
+            points = [len(leaf.points) if isinstance(leaf, Points) else -1 for leaf in one if is_input(leaf)]
+            needs, boxes = _needs(roots, points), [_box(root) for root in roots]
             for path, need in needs.items():
                 found.needs[path] = max(found.needs.get(path, 0), need)
             found.boxes = [_around(a, b) for a, b in zip(found.boxes or boxes, boxes, strict=True)]
@@ -79,10 +82,14 @@ class Survey:
                 found[path], bounds[path] = first, boxes[path[0]]
                 continue
             above, key = path[:-1], path[-1]
-            size, stride, dilation, _ = key.geometry
-            bounds[path] = box = reach(bounds[above], *key)
             more = max(first / max(self.needs[path[:1]], 1), MARGIN)
             wanted = max(math.ceil(self.needs[path] * more), _LEAST)
+            if key == CELLS:
+                bounds[path] = bounds[above]
+                found[path] = min(wanted, first)
+                continue
+            size, stride, dilation, _ = key.geometry
+            bounds[path] = box = reach(bounds[above], *key)
             tight = not key.to_children and size == stride and dilation == (1, 1, 1)
             room = found[above] if tight else math.prod(size) * found[above]
             cells = math.prod(box[4 + axis] - box[axis] + 1 for axis in range(4))

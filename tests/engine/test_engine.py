@@ -21,7 +21,7 @@ from torch import nn
 import voxmma
 from voxmma import models
 from voxmma import nn as vnn
-from voxmma.engine import Engine, EngineError, Points, compile, load, save
+from voxmma.engine import Engine, EngineError, Points, compile, load, optimise, save
 from voxmma.engine.optimise import beside
 from voxmma.engine.program import Ref, reads
 from voxmma.nn import functional as F
@@ -478,6 +478,28 @@ def test_fault_64_what_is_written_in_place_is_read_in_order(device: Device) -> N
         x.feats[7, 2] = bad
         with pytest.raises(ValueError, match="feats row 7 of input 0 is not finite"):
             engine(x).get()
+
+
+def test_inputs_are_as_wide_as_kernels_read_them(
+    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of 3 channels: no frame is copied and padded."""
+    monkeypatch.setitem(optimise._ALIGN, "cpu", 16)
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    net = evaluated(
+        nn.Sequential(_Inplace(), vnn.SparseConv3d(3, 8, 3), vnn.SparseConv3d(8, 8, 3)), device, dtype
+    )
+    whole = lambda x: [net(x), x * 2]  # noqa: E731
+    engine = compile(whole, frame(200, device, 3, dtype=dtype), check_finite=True)
+    (wide,) = engine._program.widths.values()
+    assert wide == 16 // dtype.itemsize and engine._instance.inputs[1].shape[1] == wide
+    save(engine, tmp_path / "net.engine")
+    for made in (engine, load(tmp_path / "net.engine")):
+        for n in (170, 3):
+            x = frame(n, device, 3, seed=n, dtype=dtype)
+            with torch.no_grad():
+                wanted = whole(x.with_feats(x.feats.clone()))
+            assert_same(made(x).get(), wanted, exact=False)
 
 
 class _Inplace(nn.Module):

@@ -202,6 +202,10 @@ class Engine:
             for given in self._inputs:
                 rows = capacities[self._roots[given.root]] if given.sparse else 0
                 buffers += given.buffers(rows, self.device)
+            for number, (ref, buffer) in enumerate(zip(self._program.inputs, buffers, strict=True)):
+                wide = self._program.widths.get(ref.number)
+                if wide is not None:
+                    buffers[number] = buffer.new_zeros((len(buffer), wide))
             made = Instance(capacities, rooms, buffers, {})
             if self.device.type == "cuda":
                 made.limits = [

@@ -152,7 +152,7 @@ class Input:
         if where.dtype == torch.int64:  # what does not fit stays outside of the bounds
             where = where.clamp(-(1 << 30), 1 << 30)
         buffers[0][:rows].copy_(where)
-        buffers[1][:rows].copy_(frame.feats)
+        buffers[1][:rows, : self.shape[0]].copy_(frame.feats)
         buffers[2].fill_(rows)
         if len(buffers) > 3:
             if frame.batch is None:

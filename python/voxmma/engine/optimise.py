@@ -30,6 +30,7 @@ from voxmma.engine.program import (
 )
 
 _OPS = torch.ops.voxmma
+_ALIGN = {"cuda": 16}  # bytes in which MMA kernels read rows
 
 
 def optimise(program: Program, facts: Mapping[int, Facts], device: torch.device) -> None:
@@ -38,6 +39,7 @@ def optimise(program: Program, facts: Mapping[int, Facts], device: torch.device)
     facts: of the tensors by number.
     """
     _fold(program)
+    _widen(program, facts, _ALIGN.get(device.type, 1))
     for step in program.steps:
         _pack(program, step, facts)
     _prune(program)
@@ -70,6 +72,49 @@ def _fold(program: Program) -> None:
                     program.consts.append(tensor)
     program.steps = steps
     _replace_outputs(program, fixed)
+
+
+def _widen(program: Program, facts: Mapping[int, Facts], align: int) -> None:
+    """Puts zero columns behind inputs that a convolution would otherwise copy and pad in every frame."""
+    for given in program.inputs:
+        fact = facts[given.number]
+        more = -(fact.width * fact.dtype.itemsize) % align // fact.dtype.itemsize
+        readers = [step for step in program.steps if given.number in reads(step, Ref)]
+        convs = [step for step in readers if more and _pads(program, step, given, fact.width)]
+        if not convs:
+            continue
+        narrow = Ref(_unused(program))
+        for step in readers:
+            if step not in convs:
+                step.args, step.kwargs = (
+                    put(value, {given.number: narrow}) for value in (step.args, step.kwargs)
+                )
+                step.out = tuple(narrow.number if n == given.number else n for n in step.out)
+        for step in convs:
+            weight = program.consts[step.named()["weight"].number]
+            step.args = [*step.args]
+            step.args[1] = Const(len(program.consts))
+            program.consts.append(torch.nn.functional.pad(weight, (0, 0, 0, more)))
+        program.steps.insert(
+            0, Step(torch.ops.aten.slice.Tensor, [given, 1, 0, fact.width], {}, (narrow.number,))
+        )
+        program.widths[given.number] = fact.width + more
+
+
+def _pads(program: Program, step: Step, x: Ref, width: int) -> bool:
+    """Whether a convolution reads `x` by the MMA, and how many channels follows from its weight."""
+    if step.func not in (_OPS.conv.default, _OPS.conv_fused.default):
+        return False
+    given = step.named()
+    weight = given["weight"]
+    return (
+        given["x"] == x
+        and reads(step, Ref).count(x.number) == 1
+        and isinstance(weight, Const)
+        and not given["transpose"]
+        and not given["tile"].startswith("simt")
+        and program.consts[weight.number].shape[1:-1] == (width,)
+    )
 
 
 def _pack(program: Program, step: Step, facts: Mapping[int, Facts]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -147,6 +147,8 @@ class Program:
     outputs: list[Any]
     spec: Any
     """pytree of the outputs"""
+    widths: dict[int, int] = field(default_factory=dict)
+    """columns of an input's buffer, by its number, where it has more than the input"""
     side: tuple[int, int] = (0, 0)
     """of `steps` those that may run beside the others: from the first on, and before the second"""
 

@@ -23,9 +23,11 @@ from voxmma._extension import _C
 from voxmma._types import Triple
 from voxmma._version import __version__
 from voxmma.engine import ops as _ops  # noqa: F401  defines the operators
-from voxmma.engine.compiled import Engine, Input
+from voxmma.engine.compiled import Engine
 from voxmma.engine.errors import EngineError
-from voxmma.engine.record import (
+from voxmma.engine.inputs import Grid, Input
+from voxmma.engine.program import (
+    CELLS,
     Capacity,
     Const,
     Level,
@@ -41,7 +43,7 @@ from voxmma.engine.record import (
 from voxmma.sparse.derive import Derived
 from voxmma.sparse.geometry import Geometry
 
-_FORMAT = 1
+_FORMAT = 2
 _HEAD = "engine.json"
 _PLACES = {"ref": Ref, "const": Const, "capacity": Capacity, "room": Room}
 _KINDS = {kind: name for name, kind in _PLACES.items()}
@@ -124,7 +126,7 @@ def _spec(tree: Any) -> str:
 def save(engine: Engine, path: str | Path) -> None:
     """Writes an engine. EngineError for inputs or results of types that JSON has no word for."""
     program = engine._program
-    inputs = [{**asdict(given), "dtype": _encoded(given.dtype)} for given in engine._inputs]
+    inputs = [_input(given) for given in engine._inputs]
     with engine._lock:
         head = {
             "format": _FORMAT,
@@ -143,10 +145,14 @@ def save(engine: Engine, path: str | Path) -> None:
                  {name: _encoded(value) for name, value in step.kwargs.items()}, step.out, step.frees]
                 for step in program.steps
             ],
-            "counts": [_encoded(count) for count in program.counts],
-            "reports": [[report.kind, report.number, _encoded(report.status)] for report in program.reports],
+            "reports": [
+                [report.kind, report.number, _encoded(report.status), report.line]
+                for report in program.reports
+            ],
             "outputs": [_output(out) for out in program.outputs],
             "returned": _spec(program.spec),
+            "widths": list(program.widths.items()),
+            "side": program.side,
             "tensors": [
                 [_word(t.dtype), list(t.shape), _axes(t), t.device.type] for t in program.consts
             ],
@@ -157,10 +163,17 @@ def save(engine: Engine, path: str | Path) -> None:
             archive.writestr(f"tensors/{number}", _bytes(tensor))
 
 
+def _input(given: Input) -> dict[str, Any]:
+    made = {**asdict(given), "dtype": _encoded(given.dtype)}
+    if given.grid is not None:
+        made["grid"] = {name: _encoded(value) for name, value in vars(given.grid).items()}
+    return made
+
+
 def _path(level: Level) -> Iterator[Any]:
     first, *rest = level.path
     yield first
-    yield from (list(step) for step in rest)
+    yield from (step if step == CELLS else list(step) for step in rest)
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -239,6 +252,15 @@ def _triple(shape: list[int] | None) -> Triple | None:
     return None if shape is None else (shape[0], shape[1], shape[2])
 
 
+def _grid(reader: _Reader, given: dict[str, Any] | None) -> Grid | None:
+    if given is None:
+        return None
+    dtype, edge, origin, reduce = (
+        reader.decoded(given[name]) for name in ("dtype", "edge", "origin", "reduce")
+    )
+    return Grid(dtype, tuple(edge), tuple(origin), reduce)
+
+
 def _derived(geometry: Any, to_children: bool, shape: list[int] | None) -> Derived:
     return Derived(_geometry(geometry), bool(to_children), _triple(shape))
 
@@ -281,7 +303,11 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
                 for number, (dtype, shape, axes, place) in enumerate(head["tensors"])
             ]
         levels = [
-            Level((steps[0], *(_derived(*step) for step in steps[1:])), parent, tuple(bounds))
+            Level(
+                (steps[0], *(step if step == CELLS else _derived(*step) for step in steps[1:])),
+                parent,
+                tuple(bounds),
+            )
             for steps, parent, bounds in head["levels"]
         ]
         program = Program(
@@ -299,10 +325,14 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
                 for name, args, kwargs, out, frees in head["steps"]
             ],
             consts,
-            [reader.decoded(count) for count in head["counts"]],
-            [Report(kind, number, reader.decoded(status)) for kind, number, status in head["reports"]],
+            [
+                Report(kind, number, reader.decoded(status), line)
+                for kind, number, status, line in head["reports"]
+            ],
             [reader.output(out) for out in head["outputs"]],
             pytree.treespec_loads(head["returned"]),
+            dict(head["widths"]),
+            (head["side"][0], head["side"][1]),
         )
         inputs = [
             Input(
@@ -312,6 +342,7 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
                 given["batch_size"],
                 tuple(given["stride"]),
                 _triple(given["spatial_shape"]),
+                _grid(reader, given["grid"]),
             )
             for given in head["inputs"]
         ]

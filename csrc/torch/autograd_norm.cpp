@@ -15,11 +15,12 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-using NormSignature = std::tuple<Tensor, Tensor>(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-                                                 const OptTensor&, double, double, const OptTensor&, string_view,
-                                                 double);
+using NormSignature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptTensor&, const OptTensor&,
+                                                         const OptTensor&, const OptTensor&, const OptTensor&, double,
+                                                         double, const OptTensor&, string_view, double, bool);
 using NormBackwardSignature = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
-                                                                         const OptTensor&, string_view, double, bool);
+                                                                         const OptTensor&, const OptTensor&,
+                                                                         string_view, double, bool);
 
 const auto& norm_op() {
   static const auto op = find_op<NormSignature>("voxmma::norm_act");
@@ -31,10 +32,20 @@ const auto& norm_backward_op() {
   return op;
 }
 
-// The derivative of an activation at v.
-Tensor derivative(const Tensor& v, const std::string& activation, double slope) {
-  if (activation == "relu") return v.gt(0).to(v.scalar_type());
-  if (activation == "leaky_relu") return at::where(v.gt(0), at::ones_like(v), at::full_like(v, slope));
+// The cells of `passed` (kernels.h: a bit each, of groups of rows and vectors of channels) as (n, channels) bool.
+Tensor cells_of(const Tensor& passed, const Tensor& x) {
+  const int64_t bytes = x.element_size(), v = bytes == 8 ? 2 : 4, r = 32 / (v * bytes), bits = (v * r + 7) / 8 * 8;
+  const int64_t groups = (x.size(0) + r - 1) / r, vectors = (x.size(1) + v - 1) / v;
+  Tensor cells = passed.unsqueeze(1).bitwise_right_shift(at::arange(8, passed.options())).bitwise_and(1);
+  cells = cells.view({groups, vectors, bits}).narrow(2, 0, v * r).view({groups, vectors, r, v}).transpose(1, 2);
+  cells = cells.reshape({groups * r, vectors * v});
+  return cells.narrow(0, 0, x.size(0)).narrow(1, 0, x.size(1)).to(at::kBool);
+}
+
+// The derivative of an activation at v, of which `cells` passed.
+Tensor derivative(const Tensor& v, const Tensor& cells, const std::string& activation, double slope) {
+  if (activation == "relu") return cells.to(v.scalar_type());
+  if (activation == "leaky_relu") return at::where(cells, at::ones_like(v), at::full_like(v, slope));
   if (activation == "silu") {
     const Tensor s = v.sigmoid();
     return s * (1 + v * (1 - s));
@@ -51,30 +62,31 @@ OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::n
 class NormFunction : public torch::autograd::Function<NormFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                               const OptTensor& running_mean, const OptTensor& running_var, double momentum, double eps,
-                               const OptTensor& residual, const std::string& activation, double slope) {
+                               const OptTensor& running_mean, const OptTensor& running_var, const OptTensor& batches,
+                               double momentum, double eps, const OptTensor& residual, const std::string& activation,
+                               double slope) {
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [y, stats] =
-        norm_op().call(x, weight, bias, running_mean, running_var, momentum, eps, residual, activation, slope);
+    auto [y, stats, passed] = norm_op().call(x, weight, bias, running_mean, running_var, batches, momentum, eps,
+                                             residual, activation, slope, /*keep=*/true);
     ctx->set_materialize_grads(false);
-    ctx->mark_non_differentiable({stats});
-    // Where there is a residual, what a relu was given is seen by its result, which the next layer keeps anyway.
-    const bool by_y = residual.has_value() && activation == "relu";
-    ctx->save_for_backward(
-        {x, weight.value_or(Tensor()), bias.value_or(Tensor()), stats, by_y ? y : residual.value_or(Tensor())});
+    ctx->mark_non_differentiable({stats, passed});
+    const bool kept = residual.has_value() && !keeps_passed(activation) && activation != "none";
+    ctx->save_for_backward({x, weight.value_or(Tensor()), bias.value_or(Tensor()), stats, kept ? *residual : Tensor(),
+                            passed.numel() != 0 ? passed : Tensor()});
     auto& data = ctx->saved_data;
     data["activation"] = activation;
     data["slope"] = slope;
     data["eps"] = eps;
     data["residual_gradient"] = residual.has_value() && residual->requires_grad();
-    return {y, stats};
+    return {y, stats, passed};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    variable_list out(10);
+    variable_list out(11);
     if (!grads[0].defined()) return out;
     const variable_list saved = ctx->get_saved_variables();
-    const Tensor &x = saved[0], &weight = saved[1], &bias = saved[2], &stats = saved[3], &kept = saved[4];
+    const Tensor &x = saved[0], &weight = saved[1], &bias = saved[2], &stats = saved[3], &added = saved[4];
+    const Tensor& passed = saved[5];
     auto& data = ctx->saved_data;
     const std::string activation = data["activation"].toStringRef();
     const double slope = data["slope"].toDouble();
@@ -87,47 +99,49 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
       const Tensor invstd = (centred.square().mean(0) + data["eps"].toDouble()).rsqrt(), xhat = centred * invstd;
       Tensor given = weight.defined() ? xhat * weight.to(wide) : xhat;
       if (bias.defined()) given = given + bias.to(wide);
-      if (kept.defined()) given = activation == "relu" ? kept.to(wide) : given + kept.to(wide);
-      const Tensor g = dy.to(wide) * derivative(given, activation, slope);
+      if (added.defined()) given = given + added.to(wide);
+      const Tensor cells = passed.defined() ? cells_of(passed, x) : given.gt(0);
+      const Tensor g = dy.to(wide) * derivative(given, cells, activation, slope);
       const Tensor scaled = weight.defined() ? g * weight.to(wide) : g;
       dx = (invstd * (scaled - scaled.mean(0) - xhat * (scaled * xhat).mean(0))).to(x.scalar_type());
       dweight = (g * xhat).sum(0);
       dbias = g.sum(0);
       dresidual = g.to(x.scalar_type());
     } else {
-      std::tie(dx, dweight, dbias, dresidual) =
-          norm_backward_op().call(dy, x, stats, optional(kept), activation, slope, residual);
+      const bool differs = activation != "none";
+      std::tie(dx, dweight, dbias, dresidual) = norm_backward_op().call(
+          dy, x, stats, optional(added), optional(passed), activation, slope, residual && differs);
+      if (!differs) dresidual = dy;
     }
     out[0] = dx;
     if (weight.defined()) out[1] = dweight.to(weight.scalar_type());
     if (bias.defined()) out[2] = dbias.to(bias.scalar_type());
-    if (residual) out[7] = dresidual;
+    if (residual) out[8] = dresidual;
     return out;
   }
 };
 
-std::tuple<Tensor, Tensor> norm_autograd(c10::DispatchKeySet keys, const Tensor& x, const OptTensor& weight,
-                                         const OptTensor& bias, const OptTensor& running_mean,
-                                         const OptTensor& running_var, double momentum, double eps,
-                                         const OptTensor& residual, string_view activation, double slope) {
+std::tuple<Tensor, Tensor, Tensor> norm_autograd(c10::DispatchKeySet keys, const Tensor& x, const OptTensor& weight,
+                                                 const OptTensor& bias, const OptTensor& running_mean,
+                                                 const OptTensor& running_var, const OptTensor& batches,
+                                                 double momentum, double eps, const OptTensor& residual,
+                                                 string_view activation, double slope, bool keep) {
   const Tensor none;
   const auto of = [&](const OptTensor& t) { return t.has_value() ? &*t : &none; };
-  const auto written = [](const OptTensor& t) {
-    if (t.has_value()) t->unsafeGetTensorImpl()->bump_version();
-  };
-  if (!needs_node({&x, of(weight), of(bias), of(residual)})) {
+  std::tuple<Tensor, Tensor, Tensor> result;
+  if (needs_node({&x, of(weight), of(bias), of(residual)})) {
+    const variable_list made = NormFunction::apply(x, weight, bias, running_mean, running_var, batches, momentum, eps,
+                                                   residual, std::string(activation), slope);
+    result = {made[0], made[1], made[2]};
+  } else {
     at::AutoDispatchBelowADInplaceOrView below;
-    auto result = norm_op().redispatch(keys & c10::after_autograd_keyset, x, weight, bias, running_mean, running_var,
-                                       momentum, eps, residual, activation, slope);
-    written(running_mean);
-    written(running_var);
-    return result;
+    result = norm_op().redispatch(keys & c10::after_autograd_keyset, x, weight, bias, running_mean, running_var,
+                                  batches, momentum, eps, residual, activation, slope, keep);
   }
-  const variable_list made = NormFunction::apply(x, weight, bias, running_mean, running_var, momentum, eps, residual,
-                                                 std::string(activation), slope);
-  written(running_mean);
-  written(running_var);
-  return {made[0], made[1]};
+  for (const OptTensor* written : {&running_mean, &running_var, &batches}) {
+    if (written->has_value()) (*written)->unsafeGetTensorImpl()->bump_version();
+  }
+  return result;
 }
 
 TORCH_LIBRARY_IMPL(voxmma, Autograd, m) { m.impl("norm_act", TORCH_FN(norm_autograd)); }

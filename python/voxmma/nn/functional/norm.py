@@ -63,9 +63,10 @@ def norm_act(
     """`activation(batch_norm(x, training=True) + residual)`, (N, C) -> (N, C), on Voxels or a tensor.
 
     activation: 'none', 'relu', 'leaky_relu' with its slope, 'silu' or 'gelu' (erf). residual: as x, on the
-    coordinate set of x. On a GPU one pass makes the statistics, one the result, and two the gradient; sums of
-    the rows in a fixed order, rounded once (docs/precision.md), and x, statistics and residual (of relu the
-    result) are kept for the gradient. Else, and under torch.compile, torch's functions one after another.
+    coordinate set of x. On a GPU one pass makes the statistics, one the result, and two the gradient (docs/
+    precision.md); sums of the rows are made in a fixed order. x and the statistics are kept for the gradient,
+    with a residual also a bit a cell (relu, leaky_relu) or the residual (silu, gelu). Else, and under
+    torch.compile, torch's functions one after another.
 
     ValueError for another activation, or a residual on other coordinates.
     """
@@ -78,7 +79,7 @@ def norm_act(
         raise ValueError("residual must be on the coordinate set of x: x.with_feats(x.align(residual))")
     numbers = (weight, bias, running_mean, running_var)
     if one_pass(rows, added, numbers):
-        y, _ = torch.ops.voxmma.norm_act(rows, *numbers, momentum, eps, added, activation, slope)
+        y, _, _ = torch.ops.voxmma.norm_act(rows, *numbers, None, momentum, eps, added, activation, slope)
     else:
         y = batch_norm(rows, running_mean, running_var, weight, bias, True, momentum, eps)
         y = ACTIVATIONS[activation](y if added is None else y + added, slope)

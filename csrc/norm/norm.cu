@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256, kFewThreads = 768, kFinishThreads = 512;
 constexpr int per_sm(bool smooth) { return smooth ? 2 : 3; }  // CTAs that an SM holds at a time
-constexpr int kFinished = 4;  // channels of a CTA that adds the sums
+constexpr int kFinished = 4;                                  // channels of a CTA that adds the sums
 constexpr int kFewBytes = 32;  // of channels side by side in a CTA that takes all rows: a sector
 constexpr int64_t kFewForward = 6144, kFewBackward = 3072;  // rows of which one launch is faster than three
 
@@ -38,8 +38,12 @@ Grid grid_of(const NormArgs& args, int threads, int most_columns, int64_t most_c
   const int64_t across = ceil_div(vectors, most_columns), columns = ceil_div(vectors, across), step = threads / columns;
   const int64_t blocks = std::min(ceil_div(groups, step), std::max<int64_t>(1, most_ctas / across));
   const int64_t each = ceil_div(ceil_div(groups, blocks), step) * step;
-  return {static_cast<int>(columns), static_cast<int>(step), static_cast<int>(across),
-          static_cast<int>(ceil_div(groups, each)), groups, each};
+  return {static_cast<int>(columns),
+          static_cast<int>(step),
+          static_cast<int>(across),
+          static_cast<int>(ceil_div(groups, each)),
+          groups,
+          each};
 }
 template <class T>
 Grid grid_of(const NormArgs& args, bool smooth) {
@@ -98,8 +102,8 @@ __device__ __forceinline__ void load_group(T (&v)[R][V], const void* rows, int64
   for (int u = 0; u < R; ++u) load_elements(v[u], p + u * ld, u < count ? valid : 0, Vec);
 }
 template <bool Vec, class T, class A, int V>
-__device__ __forceinline__ void store_row_of(void* rows, int64_t channels, int channel, int64_t row,
-                                             const A (&v)[V], int valid) {
+__device__ __forceinline__ void store_row_of(void* rows, int64_t channels, int channel, int64_t row, const A (&v)[V],
+                                             int valid) {
   store_elements(static_cast<T*>(rows) + row * channels + channel, v, valid, Vec);
 }
 
@@ -567,15 +571,16 @@ cudaError_t run(const NormArgs& args, cudaStream_t stream) {
   else
     status = launch_kernel(moments_kernel<Vec, T>, grid.ctas(), kThreads, 0, stream, args, grid);
   if (status != cudaSuccess) return status;
-  status = launch_kernel(finish_kernel<Backward, A>, ceil_div(args.channels, kFinished), kFinishThreads, 0, stream, args,
-                         grid, grid.each * Step<T>::R);
+  status = launch_kernel(finish_kernel<Backward, A>, ceil_div(args.channels, kFinished), kFinishThreads, 0, stream,
+                         args, grid, grid.each * Step<T>::R);
   if (status != cudaSuccess) return status;
   const bool made = Backward && Smooth && args.dresidual != nullptr;
   const Grid last = grid_of<T>(args, Smooth && !made);
   if constexpr (!Backward)
     return launch_kernel(apply_kernel<Smooth, Vec, T>, last.ctas(), kThreads, 0, stream, args, last);
   else if (made)
-    return launch_kernel(gradient_kernel<false, Vec, T>, last.ctas(), kThreads, 0, stream, behind_activation(args), last);
+    return launch_kernel(gradient_kernel<false, Vec, T>, last.ctas(), kThreads, 0, stream, behind_activation(args),
+                         last);
   else
     return launch_kernel(gradient_kernel<Smooth, Vec, T>, last.ctas(), kThreads, 0, stream, args, last);
 }

@@ -59,64 +59,76 @@ Tensor derivative(const Tensor& v, const Tensor& cells, const std::string& activ
 
 OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; }
 
+}  // namespace
+
+bool keeps_residual(const std::string& activation) { return activation != "none" && !keeps_passed(activation); }
+
+Normed norm_forward(const NormCall& call, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                    const OptTensor& residual, bool keep) {
+  auto [y, stats, passed] = norm_op().call(x, weight, bias, call.running_mean, call.running_var, call.batches,
+                                           call.momentum, call.eps, residual, call.activation, call.slope, keep);
+  return {y, stats, passed};
+}
+
+NormGradients norm_gradients(const NormCall& call, const Tensor& dy, const Tensor& x, const Tensor& weight,
+                             const Tensor& bias, const Tensor& stats, const Tensor& residual, const Tensor& passed,
+                             bool of_residual) {
+  if (!at::GradMode::is_enabled()) {
+    const bool differs = call.activation != "none";
+    auto [dx, dweight, dbias, dresidual] = norm_backward_op().call(dy, x, stats, optional(residual), optional(passed),
+                                                                   call.activation, call.slope, of_residual && differs);
+    return {dx, dweight, dbias, !of_residual ? Tensor() : differs ? dresidual : dy};
+  }
+  const ScalarType wide = stats.scalar_type();
+  const Tensor values = x.to(wide), centred = values - values.mean(0);
+  const Tensor invstd = (centred.square().mean(0) + call.eps).rsqrt(), xhat = centred * invstd;
+  Tensor given = weight.defined() ? xhat * weight.to(wide) : xhat;
+  if (bias.defined()) given = given + bias.to(wide);
+  if (residual.defined()) given = given + residual.to(wide);
+  const Tensor cells = passed.defined() ? cells_of(passed, x) : given.gt(0);
+  const Tensor g = dy.to(wide) * derivative(given, cells, call.activation, call.slope);
+  const Tensor scaled = weight.defined() ? g * weight.to(wide) : g;
+  const Tensor dx = invstd * (scaled - scaled.mean(0) - xhat * (scaled * xhat).mean(0));
+  return {dx.to(x.scalar_type()), (g * xhat).sum(0), g.sum(0), of_residual ? g.to(x.scalar_type()) : Tensor()};
+}
+
+namespace {
+
 class NormFunction : public torch::autograd::Function<NormFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                               const OptTensor& running_mean, const OptTensor& running_var, const OptTensor& batches,
-                               double momentum, double eps, const OptTensor& residual, const std::string& activation,
-                               double slope) {
+                               const OptTensor& residual, const NormCall& call) {
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [y, stats, passed] = norm_op().call(x, weight, bias, running_mean, running_var, batches, momentum, eps,
-                                             residual, activation, slope, /*keep=*/true);
+    const Normed made = norm_forward(call, x, weight, bias, residual, /*keep=*/true);
     ctx->set_materialize_grads(false);
-    ctx->mark_non_differentiable({stats, passed});
-    const bool kept = residual.has_value() && !keeps_passed(activation) && activation != "none";
-    ctx->save_for_backward({x, weight.value_or(Tensor()), bias.value_or(Tensor()), stats, kept ? *residual : Tensor(),
-                            passed.numel() != 0 ? passed : Tensor()});
+    ctx->mark_non_differentiable({made.stats, made.passed});
+    const bool kept = residual.has_value() && keeps_residual(call.activation);
+    ctx->save_for_backward({x, weight.value_or(Tensor()), bias.value_or(Tensor()), made.stats,
+                            kept ? *residual : Tensor(), made.passed.numel() != 0 ? made.passed : Tensor()});
     auto& data = ctx->saved_data;
-    data["activation"] = activation;
-    data["slope"] = slope;
-    data["eps"] = eps;
+    data["activation"] = call.activation;
+    data["slope"] = call.slope;
+    data["eps"] = call.eps;
     data["residual_gradient"] = residual.has_value() && residual->requires_grad();
-    return {y, stats, passed};
+    return {made.y, made.stats, made.passed};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    variable_list out(11);
+    variable_list out(5);
     if (!grads[0].defined()) return out;
     const variable_list saved = ctx->get_saved_variables();
-    const Tensor &x = saved[0], &weight = saved[1], &bias = saved[2], &stats = saved[3], &added = saved[4];
-    const Tensor& passed = saved[5];
+    const Tensor &x = saved[0], &weight = saved[1], &bias = saved[2];
     auto& data = ctx->saved_data;
-    const std::string activation = data["activation"].toStringRef();
-    const double slope = data["slope"].toDouble();
-    const bool residual = data["residual_gradient"].toBool();
-    const Tensor dy = grads[0].to(x.scalar_type());
-    Tensor dx, dweight, dbias, dresidual;
-    if (at::GradMode::is_enabled()) {
-      const ScalarType wide = stats.scalar_type();
-      const Tensor values = x.to(wide), centred = values - values.mean(0);
-      const Tensor invstd = (centred.square().mean(0) + data["eps"].toDouble()).rsqrt(), xhat = centred * invstd;
-      Tensor given = weight.defined() ? xhat * weight.to(wide) : xhat;
-      if (bias.defined()) given = given + bias.to(wide);
-      if (added.defined()) given = given + added.to(wide);
-      const Tensor cells = passed.defined() ? cells_of(passed, x) : given.gt(0);
-      const Tensor g = dy.to(wide) * derivative(given, cells, activation, slope);
-      const Tensor scaled = weight.defined() ? g * weight.to(wide) : g;
-      dx = (invstd * (scaled - scaled.mean(0) - xhat * (scaled * xhat).mean(0))).to(x.scalar_type());
-      dweight = (g * xhat).sum(0);
-      dbias = g.sum(0);
-      dresidual = g.to(x.scalar_type());
-    } else {
-      const bool differs = activation != "none";
-      std::tie(dx, dweight, dbias, dresidual) = norm_backward_op().call(
-          dy, x, stats, optional(added), optional(passed), activation, slope, residual && differs);
-      if (!differs) dresidual = dy;
-    }
-    out[0] = dx;
-    if (weight.defined()) out[1] = dweight.to(weight.scalar_type());
-    if (bias.defined()) out[2] = dbias.to(bias.scalar_type());
-    if (residual) out[8] = dresidual;
+    NormCall call{};
+    call.activation = data["activation"].toStringRef();
+    call.slope = data["slope"].toDouble();
+    call.eps = data["eps"].toDouble();
+    const NormGradients made = norm_gradients(call, grads[0].to(x.scalar_type()), x, weight, bias, saved[3], saved[4],
+                                              saved[5], data["residual_gradient"].toBool());
+    out[0] = made.x;
+    if (weight.defined()) out[1] = made.weight.to(weight.scalar_type());
+    if (bias.defined()) out[2] = made.bias.to(bias.scalar_type());
+    out[3] = made.residual;
     return out;
   }
 };
@@ -130,8 +142,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_autograd(c10::DispatchKeySet keys, const
   const auto of = [&](const OptTensor& t) { return t.has_value() ? &*t : &none; };
   std::tuple<Tensor, Tensor, Tensor> result;
   if (needs_node({&x, of(weight), of(bias), of(residual)})) {
-    const variable_list made = NormFunction::apply(x, weight, bias, running_mean, running_var, batches, momentum, eps,
-                                                   residual, std::string(activation), slope);
+    const NormCall call = {running_mean, running_var, batches, momentum, eps, std::string(activation), slope};
+    const variable_list made = NormFunction::apply(x, weight, bias, residual, call);
     result = {made[0], made[1], made[2]};
   } else {
     at::AutoDispatchBelowADInplaceOrView below;

@@ -40,8 +40,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_act_cuda(const Tensor& x, const OptTenso
   check_norm(x, weight, bias, running_mean, running_var, residual);
   if (batches.has_value()) {
     TORCH_CHECK(batches->device() == x.device() && batches->scalar_type() == at::kLong && batches->numel() == 1,
-                "batches must be one int64 on ", x.device(), ", got ", c10::toString(batches->scalar_type()), " of shape ",
-                batches->sizes(), " on ", batches->device());
+                "batches must be one int64 on ", x.device(), ", got ", c10::toString(batches->scalar_type()),
+                " of shape ", batches->sizes(), " on ", batches->device());
   }
   const Launch on(x.device());
   const ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;

@@ -55,7 +55,10 @@ def takes_numbers(numbers: tuple[Tensor | None, ...], dtype: torch.dtype) -> boo
     taken, (mean, var) = _TAKEN[dtype], numbers[2:]
     if (mean is None) != (var is None) or (mean is not None and var is not None and mean.dtype != var.dtype):
         return False
-    return all(t is None or (t.dtype in taken and t.is_contiguous()) for t in numbers)
+    for number in numbers:
+        if number is not None and (number.dtype not in taken or not number.is_contiguous()):
+            return False
+    return True
 
 
 class Activation(NamedTuple):
@@ -144,7 +147,7 @@ class Epilogue:
             found.append("+ residual")
         if self.activation is not None:
             found.append(self.activation.name)
-        return tuple(f"{name} (fused)" for name in found)
+        return tuple([f"{name} (fused)" for name in found])
 
     def apply(self, y: Voxels) -> Voxels:
         """The same on its own, rounding after each step, as the layers do."""

@@ -102,9 +102,8 @@ def training_norm_of(layer: Any, x: Tensor) -> Norm | None:
     own, parameters = layer._buffers, layer._parameters
     if "weight" not in parameters or "bias" not in parameters:
         return None
-    mean, var, batches = (own.get(key) for key in ("running_mean", "running_var", "num_batches_tracked"))
-    numbers = mean, var, parameters["weight"], parameters["bias"], layer.eps
-    return Norm(*numbers, name, layer.momentum, batches)
+    numbers = own.get("running_mean"), own.get("running_var"), parameters["weight"], parameters["bias"]
+    return Norm(*numbers, layer.eps, name, layer.momentum, own.get("num_batches_tracked"))
 
 
 def activation_of(layer: Any) -> Activation | None:
@@ -119,8 +118,9 @@ def epilogue_of(layers: Sequence[nn.Module | Add], first: int, x: Tensor) -> tup
     this order; and the layer after it. None where nothing may."""
     at, end = first, len(layers)
     found = otherwise = None
-    if at < end:
-        found = norm_of(layers[at]) or training_norm_of(layers[at], x)
+    if at < end and type(layers[at]) in _NORMS:
+        after: Any = layers[at]
+        found = training_norm_of(after, x) if after.training else norm_of(after)
     at += found is not None
     add = layers[at] if at < end else None
     at += isinstance(add, Add)

@@ -233,6 +233,24 @@ class PreparedConv:
     ) -> Tensor:
         """torch.ops.voxmma.conv_fused."""
 
+    def trained(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        batches: Tensor | None,
+        momentum: float,
+        eps: float,
+        residual: Tensor | None,
+        activation: str,
+        slope: float,
+    ) -> Tensor:
+        """torch.ops.voxmma.conv and norm_act, as one node of the graph."""
+
 def operand_facts(x: Tensor, weight: Tensor, bias: Tensor | None) -> bytes | None:
     """Types and shapes of the operands, autocast, inference mode; None where they are on several devices."""
 

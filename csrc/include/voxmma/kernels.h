@@ -191,6 +191,8 @@ struct NormArgs {
   Activation activation;
   double slope;
   void* stats;      // [4][channels] fp32 (fp64): mean, invstd, invstd * weight, bias. Written forward, read backward
+  void* passed;     // norm_passed_bytes bytes, of relu and leaky_relu: what these passed, a bit a cell; or null.
+                    // Written forward, read backward
   void* workspace;  // norm_workspace bytes
   int sm_count;
   // forward
@@ -198,13 +200,15 @@ struct NormArgs {
   void *running_mean, *running_var;  // (channels) of running_dtype, updated, var with the unbiased variance; or null
   DType running_dtype;
   double momentum;
-  // backward; x, stats, activation as they were. relu: `residual` is y where there was a residual
+  int64_t* batches;  // incremented; or null
+  // backward; x, stats, activation as they were. relu, leaky_relu with a residual: `passed`, and no residual
   const void* dy;  // (n, channels), `ldy` elements from row to row
   int64_t ldy;
   void *dx, *dresidual;   // (n, channels) contiguous; dresidual may be null
   void *dweight, *dbias;  // (channels) of the type of stats
 };
 size_t norm_workspace(const NormArgs&);
+size_t norm_passed_bytes(DType dtype, int64_t n, int64_t channels);
 cudaError_t norm_forward(const NormArgs&, cudaStream_t);
 cudaError_t norm_backward(const NormArgs&, cudaStream_t);
 

@@ -394,14 +394,14 @@ def reproducible_table(results: list[Result]) -> str:
                     reasons.setdefault(row[kind], []).append(f"{name}, {setting}, {row['processes']}")
             if "equal" not in row:
                 continue
-            same = row["equal"] and row["equal_warm"]
+            same = row["equal"] and row["equal_resumed"]
             first = "–" if row["first_step"] is None else str(row["first_step"])
             apart = ["–", "–"] if same else [f"{row[key]:.1e}" for key in ("weights_apart", "loss_apart")]
             agree = "–" if row["processes"] == 1 else _yes(row["ranks_agree"])
-            cells = [name, str(row["processes"]), setting, _yes(row["equal"]), _yes(row["equal_warm"])]
+            cells = [name, str(row["processes"]), setting, _yes(row["equal"]), _yes(row["equal_resumed"])]
             rows.append([*cells, first, *apart, agree])
         header = [
-            "library", "processes", "training", "equal", "equal when warm", "first step that differs",
+            "library", "processes", "training", "equal", "equal when resumed", "first step that differs",
             "weights apart", "loss apart", "processes agree",
         ]  # fmt: skip
         caption = f"**{result['card']}**; {origin(part, part['environment']['torch'])}."

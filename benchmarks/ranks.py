@@ -24,14 +24,15 @@ def together(script: Path, arguments: Sequence[str], n: int, folder: Path, timeo
             seconds.
     """
     command = [sys.executable, str(script), *arguments, "--of", str(n), "--folder", str(folder)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun has it
     logs = [folder / f"{rank}.log" for rank in range(n)]
     processes = []
     try:
         for rank, log in enumerate(logs):
             with log.open("w") as file:
-                processes.append(
-                    subprocess.Popen([*command, "--rank", str(rank)], stdout=file, stderr=subprocess.STDOUT)
-                )
+                one = [*command, "--rank", str(rank)]
+                started = subprocess.Popen(one, stdout=file, stderr=subprocess.STDOUT, env=environment)
+                processes.append(started)
         end = time.monotonic() + timeout
         while any(codes := [process.poll() for process in processes]) or None in codes:
             bad = next((rank for rank, code in enumerate(codes) if code), None)

@@ -4,7 +4,8 @@
 #                                                         make quick    its fast part, on two cores
 #   make lint     ruff, mypy, layers                              make format   ruff and clang-format, in place
 #   make build    the extension, in place                   make bench    benchmarks of this machine's GPU
-#   make docs     README tables from benchmarks/results     make site     web pages of docs/ and the API's reference, into build/site
+#   make docs     README's and docs' tables from            make site     web pages of docs/ and the API's reference, into build/site
+#                 benchmarks/results, into which RAW="a.json b.json" puts what benchmarks/*.py measured
 #   make clean    build files (not the environment)
 #
 # Variables: PYTHON (interpreter for a new environment), VENV (environment to use; an active one by default, else .venv),
@@ -50,6 +51,7 @@ bench: $(BUILT)
 	$(PY) -m voxmma bench $(ARGS)
 
 docs: $(BUILT)
+	$(if $(RAW),$(PY) benchmarks/collect.py $(RAW))
 	$(PY) benchmarks/readme_tables.py
 
 site: $(BUILT)

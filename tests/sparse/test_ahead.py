@@ -114,6 +114,9 @@ def test_the_second_input_finds_everything_made(
                 y.feats.square().sum().backward()
                 expected.feats.square().sum().backward()
                 assert torch.equal(x.feats.grad, z.feats.grad)
+                for mine, theirs in zip(network.parameters(), lone.parameters(), strict=True):
+                    assert torch.equal(mine.grad, theirs.grad)  # sums over all rows, in the order of the maps
+                network.zero_grad()
                 assert builds.take() == (0, 0)
     assert numbers[0] == (3, 8) and numbers[-1] == (3, 10)  # beside those of the layers, two opposite ones
 

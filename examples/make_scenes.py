@@ -16,8 +16,8 @@ from typing import Annotated
 import numpy as np
 import typer
 from rich.progress import track
-from segmentation.formats import IGNORE, KITTI, SCANNET
 
+from segmentation.formats import IGNORE, KITTI, SCANNET
 from voxmma.data import scenes
 
 #: Classes of the benchmarks for those of `scenes.CLASSES`; what is not here has no label.

@@ -1,15 +1,14 @@
-"""Trains a sparse U-Net to say of every point of a scan what it belongs to, in the formats of SemanticKITTI and ScanNet.
+"""Trains a sparse U-Net to name every point of a scan; folders in the formats of SemanticKITTI and ScanNet.
 
     python examples/make_scenes.py scenes/kitti                            made-up scans, to begin with
     python examples/segment.py train scenes/kitti --model small --epochs 10
     python examples/segment.py evaluate runs/segment/best.pt --out labels
 
-    torchrun --nproc-per-node 8 examples/segment.py train DATA --precision fp16 --batch 32 --out runs/a
-    torchrun --nproc-per-node 8 examples/segment.py train DATA --precision fp16 --batch 32 --out runs/a --resume
+    torchrun --nproc-per-node 8 examples/segment.py train DATA --precision fp16 --batch 32 --resume
 
-A run's folder holds last.pt (to go on from), best.pt (the best mean IoU), curves.jsonl, curves.png, and at the end
-engine.vxe: the network as one program, compared with the network itself. The number of processes changes neither
-which scans a step sees nor, but for rounding, what it learns.
+A run's folder holds last.pt (to go on from), best.pt (the best mean IoU), curves.jsonl, curves.png, and in
+the end engine.vxe: the network as one program, compared with the network itself. The number of processes changes
+neither which scans a step sees nor, but for rounding, what is learned.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ import contextlib
 import inspect
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import torch
 import typer
-from common import one_cycle
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import nn
+from torch.nn import functional as F
+
+import voxmma
+from common import one_cycle
 from segmentation import checkpoint
 from segmentation.data import Draws, training_loader
 from segmentation.evaluation import Confusion, ExportError, Scores, evaluate, export
 from segmentation.formats import IGNORE, DataError
 from segmentation.run import Group, Journal, precision, spread, synchronised
 from segmentation.settings import OPTIMISERS, Settings, refuse
-from torch import nn
-from torch.nn import functional as F
-
-import voxmma
 
 Portion = tuple[voxmma.Voxels, torch.Tensor]
 CONSOLE = Console(stderr=True)
@@ -49,7 +48,11 @@ class Trainer:
 
     def __init__(self, settings: Settings, group: Group) -> None:
         parts = group.world * settings.accumulate
-        refuse(settings.batch % parts != 0, "--batch", f"{settings.batch} scans cannot be shared by {parts} portions")
+        refuse(
+            settings.batch % parts != 0,
+            "--batch",
+            f"{settings.batch} scans cannot be shared by {parts} portions",
+        )
         self.settings, self.group = settings, group
         self.data, self.held_out = settings.training_scans(), settings.evaluation_scans()
         self.classes = self.data.folder.classes
@@ -84,7 +87,9 @@ class Trainer:
     def batches(self) -> Iterator[list[Portion]]:
         """The portions of a step, step after step from the present one, without an end."""
         s, group = self.settings, self.group
-        draws = Draws(len(self.data.folder), s.batch, s.accumulate, group.rank, group.world, s.seed, self.step)
+        draws = Draws(
+            len(self.data.folder), s.batch, s.accumulate, group.rank, group.world, s.seed, self.step
+        )
         loader = iter(training_loader(self.data, draws, s.workers, pin=group.device.type == "cuda"))
         while True:
             yield [next(loader) for _ in range(s.accumulate)]
@@ -116,8 +121,14 @@ class Trainer:
         self.step += 1
         self.journal.add({"step": self.step, "lr": lr}, share)
 
+    def recent(self) -> tuple[list[float], float]:
+        """Losses and mean IoU of the steps since the last look at them. Waits for the device."""
+        miou = Scores.of(self.seen.table(self.group), 0.0, self.classes).miou
+        self.seen = Confusion(len(self.classes), self.group.device)
+        return self.journal.flush(), miou
+
     def evaluate(self) -> Scores:
-        """Scores of the present network, written down; `best` may rise."""
+        """Scores of the present network, written down."""
         self.journal.flush()
         scores = evaluate(self.network, self.held_out, self.group, self.autocast, self.settings.workers)
         row = {"step": self.step, "val_loss": scores.loss, "miou": scores.miou, "accuracy": scores.accuracy}
@@ -150,9 +161,7 @@ def train(settings: Settings, group: Group) -> Trainer:
             begin(trainer.step)
             with watched(settings.audit and trainer.step == 0 and group.first):
                 trainer.train_step(next(batches))
-            if trainer.step % settings.log_every == 0:
-                show(trainer.journal.flush(), Scores.of(trainer.seen.table(group), 0.0, trainer.classes).miou)
-                trainer.seen = Confusion(len(trainer.classes), group.device)
+            show(*trainer.recent() if trainer.step % settings.log_every == 0 else ())
             names = ["last.pt"] if settings.save_every and trainer.step % settings.save_every == 0 else []
             if trainer.step % every == 0 or trainer.step == trainer.steps:
                 scores = trainer.evaluate()
@@ -170,14 +179,14 @@ def train(settings: Settings, group: Group) -> Trainer:
 
 
 @contextlib.contextmanager
-def bar(trainer: Trainer) -> Iterator[Any]:
-    """A progress bar; gives what shows losses and the mean IoU of the steps since it was last called."""
+def bar(trainer: Trainer) -> Iterator[Callable[..., None]]:
+    """A progress bar; gives what moves it, and shows losses and mean IoU of the last steps where given."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=CONSOLE, disable=not trainer.group.first) as progress:
         task = progress.add_task("training", total=trainer.steps, completed=trainer.step)
 
-        def show(losses: list[float], miou: float) -> None:
-            text = f"loss {sum(losses) / max(len(losses), 1):.4f}, mIoU {miou:.1%}"
+        def show(losses: Sequence[float] = (), miou: float = 0.0) -> None:
+            text = f"loss {sum(losses) / len(losses):.4f}, mIoU {miou:.1%}" if losses else None
             progress.update(task, completed=trainer.step, description=text)
 
         yield show
@@ -236,7 +245,7 @@ def export_best(settings: Settings, group: Group) -> None:
         where = settings.out / "engine.vxe"
         autocast = settings.autocast(group.device)
         said = export(network, settings.evaluation_scans(), group.device, autocast, where, tolerance)
-    CONSOLE.print(said)
+    CONSOLE.print(said, soft_wrap=True)
 
 
 # ---- command line ------------------------------------------------------------------------------------------
@@ -265,7 +274,9 @@ app.command("train")(train_command)
 def evaluate_command(
     weights: Annotated[Path, typer.Argument(help="best.pt or last.pt of a run.")],
     data: Annotated[Path | None, typer.Option(help="Folder of scans. Default: that of the run.")] = None,
-    val_on: Annotated[str | None, typer.Option(help="Sequences or splits. Default: the run's --val-on.")] = None,
+    val_on: Annotated[
+        str | None, typer.Option(help="Sequences or splits. Default: the run's --val-on.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write label files and a picture here.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Worker processes.")] = 2,
@@ -290,7 +301,9 @@ def main() -> None:
     try:
         app()
     except (DataError, checkpoint.CheckpointError, ExportError) as error:
-        sys.exit(f"error: {str(error).strip().splitlines()[-1].removeprefix('segmentation.formats.DataError: ')}")
+        sys.exit(
+            f"error: {str(error).strip().splitlines()[-1].removeprefix('segmentation.formats.DataError: ')}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Checkpoints: everything a run goes on from, bit for bit.
 
-A file holds tensors and plain Python values and is read with `weights_only=True`; parameters have the names of
-the bare network, whether it was trained on one GPU, with DDP or with FSDP2.
+A file holds tensors and plain Python values and is read with `weights_only=True`; parameters have the names
+of the bare network, whether it was trained on one GPU, with DDP or with FSDP2.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from segmentation.run import Group
-from segmentation.settings import FREE, Settings
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from segmentation.run import Group
+from segmentation.settings import FREE, Settings
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -37,7 +38,13 @@ def save(
     weights, moments = get_state_dict(model, optimiser, options=WHOLE)
     states = group.gather(random_state(group.device))
     if group.first:
-        whole = {**facts, "model": weights, "optimiser": moments, "scaler": scaler.state_dict(), "random": states}
+        whole = {
+            **facts,
+            "model": weights,
+            "optimiser": moments,
+            "scaler": scaler.state_dict(),
+            "random": states,
+        }
         for path in paths:
             write(path, whole)
 
@@ -77,7 +84,9 @@ def restore(
     other = [name for name, value in found["settings"].items() if name not in FREE and now[name] != value]
     if other:
         said = ", ".join(f"--{name.replace('_', '-')} {found['settings'][name]}" for name in other)
-        raise CheckpointError(f"the run in {settings.out} was begun with {said}: go on with these, or choose another --out")
+        raise CheckpointError(
+            f"the run in {settings.out} was begun with {said}: go on with these, or choose another --out"
+        )
     set_state_dict(
         model,
         optimiser,

@@ -23,8 +23,9 @@ Draw = tuple[int, int]
 
 @dataclass(frozen=True)
 class Augment:
-    """Random changes of a scan, each off at 0 or False: mirror x and y, turn about z, scale by up to this
-    share, move every point by a normal deviate (metres, cut at twice that), bend smoothly by up to so many metres."""
+    """Random changes of a scan, each off at 0 or False: mirror x and y, turn about z, stretch by up to this
+    share, move every point by a normal deviate (metres, cut at twice that), bend smoothly by up to so many
+    metres."""
 
     flip: bool = True
     rotate: bool = True
@@ -43,7 +44,9 @@ class Augment:
         factor = rng.uniform(1 - self.scale, 1 + self.scale)
         points = scan.points @ (factor * turn.T)
         if self.jitter:
-            points += (self.jitter * rng.standard_normal(points.shape)).clip(-2 * self.jitter, 2 * self.jitter)
+            points += (self.jitter * rng.standard_normal(points.shape)).clip(
+                -2 * self.jitter, 2 * self.jitter
+            )
         if self.elastic:
             points += bend(points, self.elastic, rng)
         columns = dict(scan.columns)
@@ -191,6 +194,4 @@ def evaluation_loader(data: EvaluationScans, rank: int, world: int, workers: int
     """Single scans: every world-th, as many in every process."""
     rounds = -(-len(data.folder) // world)
     places = [world * turn + rank for turn in range(rounds)]
-    return DataLoader(
-        data, batch_size=None, sampler=places, num_workers=workers, generator=torch.Generator()
-    )
+    return DataLoader(data, batch_size=None, sampler=places, num_workers=workers, generator=torch.Generator())

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from segmentation.data import EvaluationScans, evaluation_loader
-from segmentation.formats import IGNORE, Scan
-from segmentation.run import Group
 from torch import nn
 from torch.nn import functional as F
 
 import voxmma
+from segmentation.data import EvaluationScans, evaluation_loader
+from segmentation.formats import IGNORE, Scan
+from segmentation.run import Group
 
 
 class Confusion:
-    """Counts (C, C) of points by class and prediction, on the device; nothing here waits for it but `table`."""
+    """Counts (C, C) of points by class and prediction, on the device, for which only `table` waits."""
 
     def __init__(self, classes: int, device: torch.device) -> None:
         self.counts = torch.zeros(classes + 1, classes, dtype=torch.int64, device=device)
@@ -108,7 +108,9 @@ def picture(path: Path, scan: Scan, predicted: np.ndarray, classes: Sequence[str
     if scan.labels is not None:
         kept = scan.labels != IGNORE
         panels = [("labels", scan.labels), *panels, ("wrong", scan.labels != predicted)]
-    figure, all_axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 6), layout="constrained", squeeze=False)
+    figure, all_axes = pyplot.subplots(
+        1, len(panels), figsize=(6 * len(panels), 6), layout="constrained", squeeze=False
+    )
     order = np.flatnonzero(kept)[np.argsort(scan.points[kept, 2], kind="stable")]
     x, y = scan.points[order, 0], scan.points[order, 1]
     for axes, (title, values) in zip(all_axes[0], panels, strict=True):
@@ -140,9 +142,9 @@ def export(
     tolerance: float,
     most: int = 8,
 ) -> str:
-    """Makes an engine for scans like the first `most`, writes it, reads it again and compares it with the network.
+    """Makes an engine for scans like the first `most`, writes and reads it, and compares it with the network.
 
-    Returns a line that says how far they are apart; ExportError where that is beyond `tolerance` (relative L2).
+    Returns a line that says how far they are apart; ExportError where the relative L2 is beyond `tolerance`.
     """
     frames = [data[place][1].to(device) for place in range(min(most, len(data.folder)))]
     network.eval()

@@ -3,7 +3,7 @@
 SemanticKITTI (`kitti`), as it is downloaded:
 
     ROOT/sequences/08/velodyne/000000.bin         N x 4 float32: x, y, z, intensity
-    ROOT/sequences/08/labels/000000.label         N uint32: the label's id in the low 16 bits, the instance above
+    ROOT/sequences/08/labels/000000.label         N uint32: the label's id in the low 16 bits
     ROOT/semantic-kitti.yaml                      learning_map and labels, if they are not the benchmark's
 
 ScanNet (`scannet`), as Pointcept's preprocessing leaves it, which most code of the field reads:
@@ -11,7 +11,7 @@ ScanNet (`scannet`), as Pointcept's preprocessing leaves it, which most code of 
     ROOT/train/scene0000_00/coord.npy             N x 3 float32
                             color.npy             N x 3, 0 to 255
                             normal.npy            N x 3, if it is among the features that are asked for
-                            segment20.npy         N or N x 1 integers: 0 to 19, negative or 255 where there is no label
+                            segment20.npy         N or N x 1 integers: 0 to 19, negative or 255 for no label
 
 A fault in them raises DataError with the file and the row.
 """
@@ -295,7 +295,11 @@ def format_of(root: Path) -> str:
     need(root.is_dir(), root, "no such folder")
     if (root / "sequences").is_dir():
         return "kitti"
-    need(any(root.glob("*/*/coord.npy")), root, "neither sequences/ (kitti) nor SPLIT/SCENE/coord.npy (scannet)")
+    need(
+        any(root.glob("*/*/coord.npy")),
+        root,
+        "neither sequences/ (kitti) nor SPLIT/SCENE/coord.npy (scannet)",
+    )
     return "scannet"
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from segmentation.settings import Settings, refuse
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import voxmma
+from segmentation.settings import Settings, refuse
 from voxmma import torchflags
 from voxmma.nn import SyncBatchNorm
 from voxmma.precision.schedule import PolicyScheduler
@@ -44,7 +44,9 @@ class Group:
             torch.cuda.set_device(local)
         device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
         if world > 1:
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None)
+            dist.init_process_group(
+                "nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None
+            )
         return cls(device, int(os.environ.get("RANK", 0)), world)
 
     @property
@@ -72,7 +74,7 @@ class Group:
 
 
 def spread(network: nn.Module, settings: Settings, group: Group) -> nn.Module:
-    """`network` for a group: sharded (FSDP2), or within DistributedDataParallel. Norms are synchronised first."""
+    """`network` for a group: sharded (FSDP2), or in DistributedDataParallel. Norms are synchronised first."""
     refuse(settings.fsdp and group.world == 1, "--fsdp", "needs torchrun and several processes")
     if group.world == 1:
         return network
@@ -80,7 +82,7 @@ def spread(network: nn.Module, settings: Settings, group: Group) -> nn.Module:
         network = SyncBatchNorm.convert_sync_batchnorm(network)
     if not settings.fsdp:
         ids = [group.device] if group.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(network, ids, broadcast_buffers=not settings.sync_bn)
+        return nn.parallel.DistributedDataParallel(network, ids)
     mesh = init_device_mesh(group.device.type, (group.world,))
     for stages in (network.encoder, network.decoder):
         for stage in stages:
@@ -143,7 +145,9 @@ class Journal:
         """Makes the folder; drops the lines of steps after `step`, from where a run goes on."""
         if self.group.first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.path.write_text("".join(json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step))
+            self.path.write_text(
+                "".join(json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step)
+            )
 
     def rows(self) -> list[dict[str, Any]]:
         """What has been written; a last line that was cut off does not count."""
@@ -178,7 +182,11 @@ class Journal:
 
         rows = self.rows()
         figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 6), sharex=True, layout="constrained")
-        for axes, key, label in ((above, "loss", "training"), (above, "val_loss", "evaluation"), (below, "miou", None)):
+        for axes, key, label in (
+            (above, "loss", "training"),
+            (above, "val_loss", "evaluation"),
+            (below, "miou", None),
+        ):
             points = [(row["step"], row[key]) for row in rows if key in row]
             if points:
                 axes.plot(*zip(*points, strict=True), label=label, linewidth=1.2)

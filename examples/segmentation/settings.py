@@ -1,4 +1,4 @@
-"""Everything a run can be told; each field is an option of `segment.py train`, and lies in its checkpoints."""
+"""All that a run can be told: each field is an option of `segment.py train`, and lies in its checkpoints."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import nn
+
 from common import parse_schedule
 from segmentation.data import Augment, EvaluationScans, TrainingScans
 from segmentation.formats import FORMATS, ScanFolder, format_of
-from torch import nn
-
 from voxmma import models
 from voxmma.models import MINKUNETS, SparseUNet
 from voxmma.precision.policy import Precision
 
 MODELS: dict[str, Callable[[int, int], nn.Module]] = {
     "spunet": models.spunet,
-    "small": partial(SparseUNet, channels=(32, 64, 64, 32), blocks=(1,) * 4, stem_channels=16, stem_kernels=(3,)),
+    "small": partial(
+        SparseUNet, channels=(32, 64, 64, 32), blocks=(1,) * 4, stem_channels=16, stem_kernels=(3,)
+    ),
     **{f"minkunet{name}": partial(models.minkunet, name) for name in MINKUNETS},
 }
 PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -29,7 +31,19 @@ OPTIMISERS = ("adamw", "sgd")
 #: Edge of a voxel in metres, where nothing else is asked for.
 VOXEL_SIZES = {"kitti": 0.05, "scannet": 0.02}
 #: What may differ between a run and its continuation.
-FREE = {"data", "out", "resume", "device", "workers", "fsdp", "save_every", "eval_every", "log_every", "audit", "export"}
+FREE = {
+    "data",
+    "out",
+    "resume",
+    "device",
+    "workers",
+    "fsdp",
+    "save_every",
+    "eval_every",
+    "log_every",
+    "audit",
+    "export",
+}
 
 
 def option(panel: str, text: str, **rules: Any) -> Any:
@@ -44,18 +58,28 @@ _DATA, _NET, _TRAIN, _PRECISION, _RUN = "Data", "Network", "Training", "Precisio
 class Settings:
     """Options. Numbers of scans are of all processes together."""
 
-    data: Annotated[Path, typer.Argument(help="Folder in SemanticKITTI's format or Pointcept's layout of ScanNet.")]
-    format: Annotated[str | None, option(_DATA, "kitti or scannet; default: what the folder looks like.")] = None
+    data: Annotated[
+        Path, typer.Argument(help="Folder in SemanticKITTI's format or Pointcept's layout of ScanNet.")
+    ]
+    format: Annotated[str | None, option(_DATA, "kitti or scannet; default: what the folder looks like.")] = (
+        None
+    )
     train_on: Annotated[
-        str | None, option(_DATA, "Sequences or splits, with commas. Default: all that have labels but --val-on.")
+        str | None,
+        option(_DATA, "Sequences or splits, with commas. Default: all that have labels but --val-on."),
     ] = None
-    val_on: Annotated[str | None, option(_DATA, "Sequences or splits to evaluate on. Default: 08, or val.")] = None
+    val_on: Annotated[
+        str | None, option(_DATA, "Sequences or splits to evaluate on. Default: 08, or val.")
+    ] = None
     voxel_size: Annotated[
         float | None, option(_DATA, "Edge of a voxel in metres. Default: 0.05 (kitti), 0.02 (scannet).")
     ] = None
     features: Annotated[
         str | None,
-        option(_DATA, "With commas, of coord, intensity, color, normal. Default: coord,intensity or color,normal."),
+        option(
+            _DATA,
+            "With commas, of coord, intensity, color, normal. Default: coord,intensity or color,normal.",
+        ),
     ] = None
     max_points: Annotated[
         int, option(_DATA, "Train on this many points of a scan, those around a random one; 0: all.", min=0)
@@ -63,7 +87,9 @@ class Settings:
     flip: Annotated[bool, option(_DATA, "Mirror scans in x and y at random.")] = True
     rotate: Annotated[bool, option(_DATA, "Turn scans about the vertical.")] = True
     scale: Annotated[float, option(_DATA, "Stretch scans by up to this share.", min=0, max=0.9)] = 0.1
-    jitter: Annotated[float, option(_DATA, "Move points by normal deviates of so many metres.", min=0)] = 0.005
+    jitter: Annotated[float, option(_DATA, "Move points by normal deviates of so many metres.", min=0)] = (
+        0.005
+    )
     elastic: Annotated[float, option(_DATA, "Bend scans smoothly by up to so many metres.", min=0)] = 0.0
     workers: Annotated[int, option(_DATA, "Worker processes of each loader.", min=0)] = 2
 
@@ -72,23 +98,34 @@ class Settings:
 
     epochs: Annotated[int, option(_TRAIN, "Passes over the scans.", min=1)] = 50
     batch: Annotated[int, option(_TRAIN, "Scans a step.", min=1)] = 4
-    accumulate: Annotated[int, option(_TRAIN, "Portions that a step is computed in, to save memory.", min=1)] = 1
+    accumulate: Annotated[
+        int, option(_TRAIN, "Portions that a step is computed in, to save memory.", min=1)
+    ] = 1
     optimiser: Annotated[str, option(_TRAIN, f"One of {', '.join(OPTIMISERS)}.")] = "adamw"
-    lr: Annotated[float, option(_TRAIN, "Largest rate: reached after a fifth of the steps, then a cosine to 0.")] = 2e-3
+    lr: Annotated[
+        float, option(_TRAIN, "Largest rate: reached after a fifth of the steps, then a cosine to 0.")
+    ] = 2e-3
     weight_decay: Annotated[float, option(_TRAIN, "Weight decay.", min=0)] = 5e-3
     clip: Annotated[float, option(_TRAIN, "Largest norm of the gradient; 0: no limit.", min=0)] = 10.0
     seed: Annotated[int, option(_TRAIN, "Start of the network, order and augmentation of scans.", min=0)] = 0
 
     precision: Annotated[
-        str, option(_PRECISION, "fp32, fp64 (whole network), or autocast to fp16 (with a gradient scaler) or bf16.")
+        str,
+        option(
+            _PRECISION, "fp32, fp64 (whole network), or autocast to fp16 (with a gradient scaler) or bf16."
+        ),
     ] = "fp32"
     policy: Annotated[
-        str | None, option(_PRECISION, "A policy in place of autocast, or a schedule STEP=POLICY,...; docs/policy.md.")
+        str | None,
+        option(_PRECISION, "A policy in place of autocast, or a schedule STEP=POLICY,...; docs/policy.md."),
     ] = None
     fp16_accum: Annotated[
-        bool | None, option(_PRECISION, "Sums of fp16 products in fp16 where legal, or never. Default: unset.")
+        bool | None,
+        option(_PRECISION, "Sums of fp16 products in fp16 where legal, or never. Default: unset."),
     ] = None
-    fp16_rescale: Annotated[bool, option(_PRECISION, "Operands of fp16 sums scaled so that none overflows.")] = False
+    fp16_rescale: Annotated[
+        bool, option(_PRECISION, "Operands of fp16 sums scaled so that none overflows.")
+    ] = False
     allow_tf32: Annotated[bool, option(_PRECISION, "TF32 for fp32 products, PyTorch's too.")] = False
     audit: Annotated[bool, option(_PRECISION, "Print every launch of the first step.")] = False
     shadow: Annotated[
@@ -96,12 +133,18 @@ class Settings:
     ] = 0
 
     device: Annotated[str | None, option(_RUN, "cpu or cuda. Default: cuda where there is one.")] = None
-    out: Annotated[Path, option(_RUN, "Folder of the run: checkpoints, curves, engine.")] = Path("runs/segment")
+    out: Annotated[Path, option(_RUN, "Folder of the run: checkpoints, curves, engine.")] = Path(
+        "runs/segment"
+    )
     resume: Annotated[bool, option(_RUN, "Go on from OUT/last.pt if it is there; else begin.")] = False
     fsdp: Annotated[bool, option(_RUN, "Shard parameters over the processes (FSDP2) instead of DDP.")] = False
-    save_every: Annotated[int, option(_RUN, "Steps between checkpoints; 0: only after evaluations.", min=0)] = 0
+    save_every: Annotated[
+        int, option(_RUN, "Steps between checkpoints; 0: only after evaluations.", min=0)
+    ] = 0
     eval_every: Annotated[int, option(_RUN, "Epochs between evaluations.", min=1)] = 1
-    log_every: Annotated[int, option(_RUN, "Steps between looks at the loss (each waits for the GPU).", min=1)] = 10
+    log_every: Annotated[
+        int, option(_RUN, "Steps between looks at the loss (each waits for the GPU).", min=1)
+    ] = 10
     export: Annotated[bool, option(_RUN, "Write an engine at the end, and check it.")] = True
 
     def check(self) -> None:

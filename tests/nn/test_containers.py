@@ -10,6 +10,7 @@ import pickle
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,8 @@ def ranks_train(rank: int, device: torch.device) -> None:
 
 def ranks_normalise(rank: int, device: torch.device) -> None:
     """SyncBatchNorm: outputs, gradients and running statistics are those of all voxels together, also when a
-    rank has none."""
+    rank has none. Nothing that it calls is deprecated."""
+    warnings.simplefilter("error", FutureWarning)
     for sizes in ((20, 35), (0, 30), (40, 0)):
         torch.manual_seed(3)
         reference = vnn.BatchNorm(4, dtype=torch.float64, device=device)

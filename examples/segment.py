@@ -7,8 +7,8 @@
     torchrun --nproc-per-node 8 examples/segment.py train DATA --precision fp16 --batch 32 --resume
 
 A run's folder holds last.pt (to go on from), best.pt (the best mean IoU), curves.jsonl, curves.png, and in
-the end engine.vxe: the network as one program, compared with the network itself. The number of processes changes
-neither which scans a step sees nor, but for rounding, what is learned.
+the end engine.vxe: the network as one program, compared with the network itself. The number of processes
+changes neither which scans a step sees nor, but for rounding, what is learned.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Trainer:
         )
         self.settings, self.group = settings, group
         self.data, self.held_out = settings.training_scans(), settings.evaluation_scans()
+        labelled = self.held_out.folder.read(0).labels is not None
+        refuse(not labelled, "--val-on", f"{self.held_out.folder.scans[0]} has no labels to compare with")
         self.classes = self.data.folder.classes
         self.channels = self.data[0, 0][0].channels
         self.per_epoch = -(-len(self.data.folder) // settings.batch)
@@ -152,7 +154,7 @@ def train(settings: Settings, group: Group) -> Trainer:
     last = settings.out / "last.pt"
     refuse(last.exists() and not settings.resume, "--out", f"{last} is there: --resume goes on with that run")
     trainer = Trainer(settings, group)
-    if last.exists():
+    if settings.resume and last.exists():
         trainer.restore(checkpoint.read(last))
     trainer.journal.begin(trainer.step)
     batches, every = trainer.batches(), settings.eval_every * trainer.per_epoch
@@ -214,10 +216,10 @@ def report(trainer: Trainer, scores: Scores) -> None:
 
 
 def table(scores: Scores) -> Table:
-    """IoU by class."""
-    made = Table("class", title=f"mean IoU {scores.miou:.2%}, accuracy {scores.accuracy:.2%}")
+    """IoU by class, their mean, and the share of points that are right."""
+    made = Table("class")
     made.add_column("IoU", justify="right")
-    for name, share in scores.iou.items():
+    for name, share in [*scores.iou.items(), ("mean", scores.miou), ("accuracy", scores.accuracy)]:
         made.add_row(name, f"{share:.2%}")
     return made
 

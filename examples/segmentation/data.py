@@ -59,7 +59,8 @@ def bend(points: np.ndarray, amount: float, rng: np.random.Generator, cells: int
     """A smooth field of shifts (N, 3): uniform in +-amount at the nodes of a grid, linear in between."""
     field = torch.from_numpy(rng.uniform(-amount, amount, (1, 3, cells, cells, cells)))
     low, high = points.min(0), points.max(0)
-    place = torch.from_numpy(2 * (points - low) / np.maximum(high - low, 1e-6) - 1).view(1, -1, 1, 1, 3)
+    place = torch.from_numpy(2 * (points - low) / np.maximum(high - low, 1e-6) - 1)
+    place = place.double().view(1, -1, 1, 1, 3)
     return torch.nn.functional.grid_sample(field, place, align_corners=True).view(3, -1).T.numpy()
 
 

@@ -115,7 +115,7 @@ def picture(path: Path, scan: Scan, predicted: np.ndarray, classes: Sequence[str
     x, y = scan.points[order, 0], scan.points[order, 1]
     for axes, (title, values) in zip(all_axes[0], panels, strict=True):
         shown = np.where(values, "red", "lightgrey") if values.dtype == bool else colours(values % 20)
-        axes.scatter(x, y, s=0.5, c=shown[order], linewidths=0)
+        axes.scatter(x, y, s=max(0.5, 30_000 / len(order)), c=shown[order], linewidths=0)
         axes.set(title=title, aspect="equal", xlabel="x, m", ylabel="y, m")
     there = np.unique(np.concatenate([values[kept] for _, values in panels[:2] if values.dtype != bool]))
     marks = [Line2D([], [], marker="o", ls="", color=colours(n % 20), label=classes[n]) for n in there]

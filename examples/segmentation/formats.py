@@ -132,7 +132,13 @@ class KittiFolder(ScanFolder):
         return self.root / "sequences" / part
 
     def find(self, part: str) -> list[Path]:
-        return sorted((self.part(part) / "velodyne").glob("*.bin"))
+        scans = sorted((self.part(part) / "velodyne").glob("*.bin"))
+        for scan in scans:
+            self.label_file(scan)  # better now than in the middle of a run
+        names = {scan.stem for scan in scans}
+        for path in (self.part(part) / "labels").glob("*.label"):
+            need(path.stem in names, path, "labels, but there is no scan of that name")
+        return scans
 
     def name(self, number: int) -> str:
         path = self.scans[number]
@@ -140,21 +146,27 @@ class KittiFolder(ScanFolder):
 
     def read(self, number: int) -> Scan:
         path = self.scans[number]
-        size = path.stat().st_size
-        need(size > 0, path, "an empty scan")
-        need(size % 16 == 0, path, f"{size} bytes are no rows of four float32")
         rows = np.fromfile(path, "<f4").reshape(-1, 4)
         finite(path, rows)
-        labels = None
-        if (self.part(path.parents[1].name) / "labels").is_dir():
-            labels = self._labels(path, len(rows))
-        return Scan(self.name(number), rows[:, :3], {"intensity": rows[:, 3:]}, labels)
+        labels = self.label_file(path)
+        found = None if labels is None else self._classes(labels)
+        return Scan(self.name(number), rows[:, :3], {"intensity": rows[:, 3:]}, found)
 
-    def _labels(self, scan: Path, count: int) -> np.ndarray:
+    def label_file(self, scan: Path) -> Path | None:
+        """The labels of a scan, None where its sequence has none. DataError where the sizes are wrong."""
+        size = scan.stat().st_size
+        need(size > 0, scan, "an empty scan")
+        need(size % 16 == 0, scan, f"{size} bytes are no rows of four float32")
         path = scan.parents[1] / "labels" / f"{scan.stem}.label"
+        if not path.parent.is_dir():
+            return None
         need(path.is_file(), path, f"no such file, but there is {scan}")
-        size = path.stat().st_size
-        need(size == 4 * count, path, f"{size / 4:g} labels for the {count} points of {scan}")
+        labels = path.stat().st_size / 4
+        need(labels == size // 16, path, f"{labels:g} labels for the {size // 16} points of {scan}")
+        return path
+
+    def _classes(self, path: Path) -> np.ndarray:
+        """Classes of a label file."""
         ids = np.fromfile(path, "<u4") & 0xFFFF
         labels = self.lookup[ids]
         if (labels < IGNORE).any():
@@ -219,7 +231,10 @@ class ScanNetFolder(ScanFolder):
         return self.root / part
 
     def find(self, part: str) -> list[Path]:
-        return sorted(path.parent for path in self.part(part).glob("*/coord.npy"))
+        scenes = sorted(path for path in self.part(part).iterdir() if path.is_dir())
+        for scene in scenes:
+            need((scene / "coord.npy").is_file(), scene / "coord.npy", "no such file")
+        return scenes
 
     def name(self, number: int) -> str:
         path = self.scans[number]

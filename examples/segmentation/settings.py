@@ -18,6 +18,7 @@ from segmentation.formats import FORMATS, ScanFolder, format_of
 from voxmma import models
 from voxmma.models import MINKUNETS, SparseUNet
 from voxmma.precision.policy import Precision
+from voxmma.precision.schedule import parse_schedule as complete
 
 MODELS: dict[str, Callable[[int, int], nn.Module]] = {
     "spunet": models.spunet,
@@ -227,7 +228,7 @@ class Settings:
         """Policies by step."""
         if self.policy is None:
             return None
-        return parse_schedule(self.policy if "=" in self.policy else f"0={self.policy}")
+        return complete(parse_schedule(self.policy if "=" in self.policy else f"0={self.policy}"))
 
     def scales(self) -> bool:
         """Whether gradients are fp16 at times, and so need a scaler."""

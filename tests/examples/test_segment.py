@@ -530,6 +530,30 @@ def _rank(rank: int, folder: str, data: str, kind: str) -> None:
     os._exit(0)  # without gloo's destructors, see tests/nn/test_containers.py
 
 
+def _of_three(rank: int, folder: str, data: str) -> None:
+    """One of three processes: a whole run, and one that breaks off and goes on."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 3)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    group = Group(torch.device("cpu"), rank, 3)
+    given = settings(Path(data), Path(folder) / "whole", batch=3, save_every=2)
+    segment.train(given, group)
+    cut = replace(given, out=Path(folder) / "cut", resume=True)
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        interrupt(patch, 3)
+        segment.train(cut, group)
+    segment.train(cut, group)
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_three_processes_resume_bit_for_bit(scenes: Path, tmp_path: Path) -> None:
+    """Sums over three depend on their order, and so on how DDP lays out its buckets."""
+    mp.spawn(_of_three, (str(tmp_path), str(scenes / "kitti")), nprocs=3)  # type: ignore[no-untyped-call]
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
 def two(request: pytest.FixtureRequest, scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the runs of two processes."""

@@ -236,8 +236,7 @@ def ranks_train(rank: int, device: torch.device) -> None:
 
 def ranks_normalise(rank: int, device: torch.device) -> None:
     """SyncBatchNorm: outputs, gradients and running statistics are those of all voxels together, also when a
-    rank has none. Nothing that it calls is deprecated."""
-    warnings.simplefilter("error", FutureWarning)
+    rank has none."""
     for sizes in ((20, 35), (0, 30), (40, 0)):
         torch.manual_seed(3)
         reference = vnn.BatchNorm(4, dtype=torch.float64, device=device)
@@ -257,6 +256,15 @@ def ranks_normalise(rank: int, device: torch.device) -> None:
         torch.testing.assert_close(grad, expected_grads[rank])
         for a, b in zip(sync.buffers(), reference.buffers(), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def ranks_do_not_warn(rank: int, device: torch.device) -> None:
+    """A step of a network with SyncBatchNorm calls nothing that is deprecated."""
+    model = vnn.SyncBatchNorm.convert_sync_batchnorm(network()).to(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        model(voxels(device, n=20 + 10 * rank)).feats.square().mean().backward()
+    assert any(p.grad is not None for p in model.parameters())
 
 
 def ranks_shard(rank: int, device: torch.device) -> None:
@@ -325,7 +333,7 @@ def ranks_start_cold(rank: int, device: torch.device) -> None:
     assert not seen, "\n".join(seen)
 
 
-CHECKS = [ranks_train, ranks_normalise, ranks_shard, ranks_start_cold]
+CHECKS = [ranks_train, ranks_normalise, ranks_do_not_warn, ranks_shard, ranks_start_cold]
 
 
 def _rank(rank: int, folder: str, kind: str) -> None:
@@ -370,6 +378,10 @@ def test_distributed_data_parallel(ranks: list[dict[str, str]]) -> None:
 
 def test_sync_batch_norm(ranks: list[dict[str, str]]) -> None:
     assert not outcome(ranks, ranks_normalise)
+
+
+def test_fault_64_nothing_deprecated_is_called_over_ranks(ranks: list[dict[str, str]]) -> None:
+    assert not outcome(ranks, ranks_do_not_warn)
 
 
 def test_fully_sharded(ranks: list[dict[str, str]]) -> None:

@@ -77,8 +77,8 @@ class Trainer:
             self.settle(first.to(group.device))
 
     def settle(self, x: voxmma.Voxels) -> None:
-        """A step that changes nothing. After its first one DDP lays out its buckets of gradients anew, on which
-        last bits of sums over three or more processes depend: a resumed run is to find the same.
+        """A step that changes nothing. After its first one DDP lays out the buckets of gradients anew, and
+        last bits of sums over three or more processes depend on them: a resumed run is to find the same.
         """
         buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
         with self.autocast:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -276,7 +277,7 @@ def test_the_scans_of_a_step_do_not_depend_on_the_processes() -> None:
 def run(request: pytest.FixtureRequest, scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run from the command line."""
     out: Path = tmp_path_factory.mktemp("run")
-    options = "--model tiny --epochs 4 --batch 2 --lr 1e-2 --log-every 3 --device cpu --eval-every 2"
+    options = "--model small --epochs 4 --batch 2 --lr 1e-2 --log-every 3 --device cpu --eval-every 2"
     options += f" --workers 1 --voxel-size {0.5 if request.param == 'kitti' else 0.2} --out"
     argv = ["segment.py", "train", str(scenes / request.param), *options.split(), str(out)]
     with pytest.MonkeyPatch.context() as patch:

@@ -87,6 +87,22 @@ def norm_act(
     return x._after(y, f"norm_act({activation})") if added is None else x.with_feats(y)
 
 
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over the ranks of a group, on every rank; so is its gradient. torch's own differentiable
+    all_reduce is another one in every other version."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _SumOverRanks.apply(grad, ctx.group), None
+
+
 def sync_batch_norm(
     x: Any,
     running_mean: torch.Tensor | None,
@@ -103,16 +119,15 @@ def sync_batch_norm(
     in, also one without voxels. Statistics in fp32 (fp64 for fp64). Running statistics (or None) are updated
     in place when the ranks hold two voxels or more together.
     """
-    from torch.distributed.nn.functional import all_reduce
 
     def normalise(feats: torch.Tensor) -> torch.Tensor:
         values = _wide(feats)
         rows = values.new_full((1,), feats.shape[0])
-        total = all_reduce(torch.cat([values.sum(0), rows]), group=group)
+        total = _SumOverRanks.apply(torch.cat([values.sum(0), rows]), group)
         count = total[-1].detach()
         mean = total[:-1] / count.clamp(min=1)
         centred = values - mean
-        squares = all_reduce(centred.square().sum(0), group=group)
+        squares = _SumOverRanks.apply(centred.square().sum(0), group)
         var = squares / count.clamp(min=1)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():

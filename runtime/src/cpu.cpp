@@ -1,5 +1,5 @@
 // Programs on the CPU: what voxmma/ops/cpu.py and voxmma/sparse/sized.py do, as plain loops. Sums over the channels of an
-// offset are added in order, where torch's own products have an order of their own; all else rounds as there.
+// offset are added in order, where torch's own products may have another; all else rounds as there.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -239,6 +239,42 @@ W activated(W y, int activation, W slope) {
 
 enum class Sums { wide, f16, promoted };
 
+// part (c_out) = x (c_in) times w (c_in, c_out), in the order of the channels; with fused multiply-adds where the machine
+// has them, as torch's products.
+template <class W>
+void plain_product(const W* x, const W* w, W* part, int64_t c_in, int64_t c_out) {
+  std::fill(part, part + c_out, W{0});
+  for (int64_t c = 0; c < c_in; ++c, w += c_out) {
+    const W factor = x[c];
+#ifdef __FMA__
+    for (int64_t o = 0; o < c_out; ++o) part[o] = std::fma(factor, w[o], part[o]);
+#elif defined(__aarch64__)
+    for (int64_t o = 0; o < c_out; ++o) part[o] = std::fma(factor, w[o], part[o]);
+#else
+    for (int64_t o = 0; o < c_out; ++o) part[o] += factor * w[o];
+#endif
+  }
+}
+#if defined(__x86_64__) && !defined(__FMA__) && defined(__GNUC__)
+#define VXM_DISPATCH 1
+template <class W>
+__attribute__((target("avx2,fma"))) void fused_product(const W* x, const W* w, W* part, int64_t c_in, int64_t c_out) {
+  for (int64_t o = 0; o < c_out; ++o) part[o] = W{0};
+  for (int64_t c = 0; c < c_in; ++c, w += c_out) {
+    const W factor = x[c];
+    for (int64_t o = 0; o < c_out; ++o) part[o] = std::fma(factor, w[o], part[o]);
+  }
+}
+#endif
+template <class W>
+void product(const W* x, const W* w, W* part, int64_t c_in, int64_t c_out) {
+#ifdef VXM_DISPATCH
+  static const bool fused = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (fused) return fused_product(x, w, part, c_in, c_out);
+#endif
+  plain_product(x, w, part, c_in, c_out);
+}
+
 template <class T, class W>
 void run_conv(const ConvCall& call, const Channels<W>& channels, Sums sums, int64_t chunk, bool single_tf32,
               const Place& image, const Frame& frame) {
@@ -261,12 +297,8 @@ void run_conv(const ConvCall& call, const Channels<W>& channels, Sums sums, int6
       for (int64_t g = 0; g < groups; ++g) {
         W* const to = y.data() + g * c_out;
         for (int64_t first = 0; first < c_in; first += chunk) {
-          std::fill(part.begin(), part.end(), W{0});
-          for (int64_t c = first; c < std::min(first + chunk, c_in); ++c) {
-            const W factor = row[g * c_in + c];
-            const W* const w = weights + ((k * groups + g) * c_in + c) * c_out;
-            for (int64_t o = 0; o < c_out; ++o) part[o] += factor * w[o];
-          }
+          product(row.data() + g * c_in + first, weights + ((k * groups + g) * c_in + first) * c_out, part.data(),
+                  std::min(chunk, c_in - first), c_out);
           if constexpr (std::is_same_v<W, float>) {
             if (sums == Sums::f16) {
               for (int64_t o = 0; o < c_out; ++o) to[o] = widen(narrow<Half>(part[o] + to[o]));

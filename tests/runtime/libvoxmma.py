@@ -15,11 +15,19 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-CODES = (
-    "OK ERROR_ARGUMENT ERROR_IO ERROR_FORMAT ERROR_VERSION ERROR_DEVICE ERROR_UNSUPPORTED ERROR_MEMORY ERROR_CUDA "
-    "ERROR_INTERNAL"
-).split()
-FRAMES = "FRAME_BOUNDS FRAME_DUPLICATE FRAME_CAPACITY FRAME_DENSE FRAME_FINITE".split()
+CODES = [
+    "OK",
+    "ERROR_ARGUMENT",
+    "ERROR_IO",
+    "ERROR_FORMAT",
+    "ERROR_VERSION",
+    "ERROR_DEVICE",
+    "ERROR_UNSUPPORTED",
+    "ERROR_MEMORY",
+    "ERROR_CUDA",
+    "ERROR_INTERNAL",
+]
+FRAMES = ["FRAME_BOUNDS", "FRAME_DUPLICATE", "FRAME_CAPACITY", "FRAME_DENSE", "FRAME_FINITE"]
 DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8
 )  # fmt: skip
@@ -40,7 +48,9 @@ def run(*command: str | Path, timeout: float = 600) -> str:
 
 def kernels() -> Path | None:
     """The kernel library that setup.py built, if it has."""
-    found = sorted((ROOT / "build").glob("cmake-*/libvoxmma_kernels.a"), key=lambda path: path.stat().st_mtime)
+    found = sorted(
+        (ROOT / "build").glob("cmake-*/libvoxmma_kernels.a"), key=lambda path: path.stat().st_mtime
+    )
     return found[-1] if found else None
 
 
@@ -174,7 +184,9 @@ class Loaded:
         self.info = EngineInfo()
         library.check(library.c.vxm_engine_get_info(self.handle, ctypes.byref(self.info)))
         self.inputs = [self._filled("vxm_engine_input", InputInfo, i) for i in range(self.info.inputs)]
-        self.outputs = [self._filled("vxm_engine_output_info", OutputInfo, i) for i in range(self.info.outputs)]
+        self.outputs = [
+            self._filled("vxm_engine_output_info", OutputInfo, i) for i in range(self.info.outputs)
+        ]
 
     def __enter__(self) -> Loaded:
         return self

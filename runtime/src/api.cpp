@@ -4,8 +4,8 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <new>
+#include <stdexcept>
 #include <string>
 
 #include "backend.h"
@@ -102,11 +102,13 @@ struct vxm_engine {
     backend->upload(weights->data());
     work = std::make_unique<Memory>(*backend, program->work_bytes);
     rows.assign(program->bounds.size(), 0);
-    frame([&](vxm::Frame& empty) {  // loads what is loaded once, and records
-      for (const vxm::Input& input : program->inputs) {
-        if (input.level >= 0) backend->set_count(empty.at<int64_t>(input.count.at), 0, nullptr);
-      }
-    }, nullptr);
+    frame(
+        [&](vxm::Frame& empty) {  // loads what is loaded once, and records
+          for (const vxm::Input& input : program->inputs) {
+            if (input.level >= 0) backend->set_count(empty.at<int64_t>(input.count.at), 0, nullptr);
+          }
+        },
+        nullptr);
     backend->wait();
   }
 
@@ -160,9 +162,9 @@ struct vxm_engine {
         if (values[1] >= 0) {
           found.row = values[1];
           const vxm::Bounds& b = p.bounds[n];
-          refuse(VXM_FRAME_BOUNDS, "coords row ", values[1], " is outside of the engine's bounds: batch ", b.low[0], "..",
-                 b.high[0], ", x ", b.low[1], "..", b.high[1], ", y ", b.low[2], "..", b.high[2], ", z ", b.low[3], "..",
-                 b.high[3]);
+          refuse(VXM_FRAME_BOUNDS, "coords row ", values[1], " is outside of the engine's bounds: batch ", b.low[0],
+                 "..", b.high[0], ", x ", b.low[1], "..", b.high[1], ", y ", b.low[2], "..", b.high[2], ", z ",
+                 b.low[3], "..", b.high[3]);
         }
         if (values[2] >= 0) {
           found.row = values[2] >> 32;
@@ -182,8 +184,8 @@ struct vxm_engine {
         if (values[0] > p.capacities[n]) {
           found.needed = values[0];
           found.capacity = p.capacities[n];
-          refuse(VXM_FRAME_CAPACITY, "the frame does not fit: level ", n, " needs ", values[0], " rows, its capacity is ",
-                 p.capacities[n]);
+          refuse(VXM_FRAME_CAPACITY, "the frame does not fit: level ", n, " needs ", values[0],
+                 " rows, its capacity is ", p.capacities[n]);
         }
         rows[n] = values[0];
         found.level = -1;
@@ -243,7 +245,8 @@ const char* vxm_code_name(vxm_code code) {
 }
 
 size_t vxm_dtype_size(vxm_dtype dtype) {
-  return dtype >= VXM_FLOAT16 && dtype <= VXM_UINT8 ? static_cast<size_t>(vxm::bytes_of(static_cast<vxm::DType>(dtype))) : 0;
+  return dtype >= VXM_FLOAT16 && dtype <= VXM_UINT8 ? static_cast<size_t>(vxm::bytes_of(static_cast<vxm::DType>(dtype)))
+                                                    : 0;
 }
 
 void vxm_options_init(vxm_options* options) {
@@ -339,7 +342,8 @@ vxm_code vxm_engine_run(vxm_engine* engine, const vxm_input* inputs, int32_t cou
                                        static_cast<size_t>(16 * inputs[i].rows), stream);
               engine->backend->set_count(frame.at<int64_t>(to.count.at), inputs[i].rows, stream);
             }
-            engine->backend->copy_in(frame.at<unsigned char>(to.data.at), inputs[i].data, static_cast<size_t>(bytes), stream);
+            engine->backend->copy_in(frame.at<unsigned char>(to.data.at), inputs[i].data, static_cast<size_t>(bytes),
+                                     stream);
           }
         },
         stream);
@@ -395,7 +399,8 @@ vxm_code vxm_engine_read(vxm_engine* engine, int32_t i, int32_t* coords, void* d
     const std::lock_guard<std::mutex> lock(engine->mutex);
     const vxm::Output& found = engine->output(i);
     if (!engine->read) fail(VXM_ERROR_ARGUMENT, "the status of the last frame has not been read, or is no VXM_OK");
-    if (!found.data.contiguous()) fail(VXM_ERROR_UNSUPPORTED, "result ", i, " is not contiguous: read it by its strides");
+    if (!found.data.contiguous())
+      fail(VXM_ERROR_UNSUPPORTED, "result ", i, " is not contiguous: read it by its strides");
     const auto active = engine->backend->activate();
     const vxm::Frame frame{engine->work->data(), engine->weights->data(), nullptr};
     int64_t bytes = found.data.count() * vxm::bytes_of(found.data.dtype);
@@ -405,7 +410,8 @@ vxm_code vxm_engine_read(vxm_engine* engine, int32_t i, int32_t* coords, void* d
       if (found.info.kind != VXM_VOXELS) fail(VXM_ERROR_ARGUMENT, "result ", i, " has no coordinates");
       engine->backend->copy_out(coords, frame.at<int>(found.coords.at), static_cast<size_t>(16 * rows));
     }
-    if (data != nullptr) engine->backend->copy_out(data, frame.at<unsigned char>(found.data.at), static_cast<size_t>(bytes));
+    if (data != nullptr)
+      engine->backend->copy_out(data, frame.at<unsigned char>(found.data.at), static_cast<size_t>(bytes));
   });
 }
 

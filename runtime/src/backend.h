@@ -167,10 +167,10 @@ class Backend {
   virtual void copy_out(void* to, const void* from, size_t bytes) = 0;  // waits; after the last frame
 
   // Runs `work` on the stream; the first time is told, so that it may be recorded.
-  virtual void begin(void* stream) = 0;                                       // behind the frame before
+  virtual void begin(void* stream) = 0;  // behind the frame before
   virtual void replay(const std::function<void(void* stream)>& work, void* stream) = 0;
-  virtual void end(const void* status, size_t bytes, void* stream) = 0;       // status is on its way to the host
-  virtual const int64_t* status() = 0;                                        // waits
+  virtual void end(const void* status, size_t bytes, void* stream) = 0;  // status is on its way to the host
+  virtual const int64_t* status() = 0;                                   // waits
   virtual void wait() = 0;
 
   // Current on the calling thread while it lives.

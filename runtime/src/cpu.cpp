@@ -216,7 +216,8 @@ struct Channels {
         factor_c = call.scale != nullptr ? factor_c / root : 1 / root;
       }
       double summand_c = call.bias != nullptr ? read(*call.bias, c) : 0;
-      if (call.mean != nullptr) summand_c = call.bias != nullptr ? summand_c - read(*call.mean, c) : -read(*call.mean, c);
+      if (call.mean != nullptr)
+        summand_c = call.bias != nullptr ? summand_c - read(*call.mean, c) : -read(*call.mean, c);
       const bool moved = call.bias != nullptr || call.mean != nullptr;
       if (moved && scaled) summand_c *= factor_c;
       if (call.shift != nullptr) summand_c = moved ? summand_c + read(*call.shift, c) : read(*call.shift, c);
@@ -327,7 +328,8 @@ void run_conv(const ConvCall& call, const Channels<W>& channels, Sums sums, int6
         for (int64_t o = 0; o < n; ++o) y[o] += static_cast<W>(widen(residual[o]));
       }
       Out* const out = frame.at<Out>(call.out.at) + r * n;
-      for (int64_t o = 0; o < n; ++o) out[o] = narrow<Out>(activated(y[o], call.activation, static_cast<W>(call.slope)));
+      for (int64_t o = 0; o < n; ++o)
+        out[o] = narrow<Out>(activated(y[o], call.activation, static_cast<W>(call.slope)));
     };
     if (call.out.dtype == call.x.dtype) {
       store(T{});
@@ -369,7 +371,8 @@ void run_pool(const PoolCall& call, const Frame& frame) {
       any = true;
     }
     const W count = out_count != nullptr ? static_cast<W>(std::max(out_count[r], 1)) : W{1};
-    for (int64_t c = 0; c < channels; ++c) out[r * channels + c] = narrow<T>(out_count != nullptr ? y[c] / count : y[c]);
+    for (int64_t c = 0; c < channels; ++c)
+      out[r * channels + c] = narrow<T>(out_count != nullptr ? y[c] / count : y[c]);
   }
 }
 
@@ -408,7 +411,8 @@ void copy_array(const Array& from, const Array& to, const Frame& frame) {
       part->shape.pop_back();
       part->strides.pop_back();
     }
-    if (run > 0) for_elements(rows, ends, [&](int64_t a, int64_t b) { std::memcpy(target + b * size, source + a * size, run); });
+    if (run > 0)
+      for_elements(rows, ends, [&](int64_t a, int64_t b) { std::memcpy(target + b * size, source + a * size, run); });
     return;
   }
   for_elements(from, to, [&](int64_t a, int64_t b) { std::memcpy(target + b * size, source + a * size, size); });
@@ -462,7 +466,9 @@ class Cpu : public Backend {
   void finish(unsigned char*) override {}
 
   int64_t index_bytes(int, int64_t capacity) const override { return times(8, capacity); }
-  std::vector<int64_t> map_bytes(const MapCall& call) override { return {times(4, times(call.map.volume, call.map.n_out))}; }
+  std::vector<int64_t> map_bytes(const MapCall& call) override {
+    return {times(4, times(call.map.volume, call.map.n_out))};
+  }
   int map_parts() const override { return 4; }
 
   Work index(const IndexCall& call) override {
@@ -570,7 +576,8 @@ class Cpu : public Backend {
         using T = decltype(kind);
         const T* const from = frame.at<T>(x.at);
         T* const to = frame.at<T>(out.at);
-        for (int64_t i = 0, n = x.count(); i < n; ++i) to[i] = narrow<T>(activated(widen(from[i]), 1, decltype(widen(from[i])){0}));
+        for (int64_t i = 0, n = x.count(); i < n; ++i)
+          to[i] = narrow<T>(activated(widen(from[i]), 1, decltype(widen(from[i])){0}));
       };
     });
     return made;

@@ -102,8 +102,8 @@ class Cuda : public Backend {
            "), device ", device_, " is ", properties.name, " (", properties.major, ".", properties.minor, ")");
     }
     if (!k::build_runs_on(VOXMMA_ARCHS, 80, properties.major, properties.minor)) {
-      fail(VXM_ERROR_DEVICE, "the library was built for ", VOXMMA_ARCHS, ", device ", device_, " is of compute capability ",
-           properties.major, ".", properties.minor);
+      fail(VXM_ERROR_DEVICE, "the library was built for ", VOXMMA_ARCHS, ", device ", device_,
+           " is of compute capability ", properties.major, ".", properties.minor);
     }
     sm90_ = k::build_runs_on(VOXMMA_ARCHS, 90, properties.major, properties.minor);
     sm_count_ = properties.multiProcessorCount;
@@ -171,9 +171,9 @@ class Cuda : public Backend {
   std::vector<int64_t> map_bytes(const MapCall& call) override {
     const k::PlanArgs args = plan_args(call);
     const int64_t tiles = tiles_of(call.map.n_out), most = args.pass_capacity + k::empty_passes(call.map.volume);
-    return {times(tiles, k::kTileM * 4),           times(tiles, 2 * sizeof(k::ScheduledTile)),
-            times(most, sizeof(k::Pass)),          times(most, k::kFrags * 4),
-            times(args.uniq4_capacity, 16),        times(times(tiles, call.map.volume), k::kTileM * 2)};
+    return {times(tiles, k::kTileM * 4),    times(tiles, 2 * sizeof(k::ScheduledTile)),
+            times(most, sizeof(k::Pass)),   times(most, k::kFrags * 4),
+            times(args.uniq4_capacity, 16), times(times(tiles, call.map.volume), k::kTileM * 2)};
   }
   int map_parts() const override { return 7; }
 
@@ -308,8 +308,8 @@ class Cuda : public Backend {
               now.a = x;
               if (padded) {
                 now.a = scratch + rows_at;
-                check(pad_channels(x, scratch + rows_at, static_cast<int>(element), call.map.n_in, call.groups, call.c_in,
-                                   group, stream_of(frame)),
+                check(pad_channels(x, scratch + rows_at, static_cast<int>(element), call.map.n_in, call.groups,
+                                   call.c_in, group, stream_of(frame)),
                       "pad_channels");
               }
               now.b = weights(pack.image);
@@ -373,9 +373,10 @@ class Cuda : public Backend {
   Work rows(const Array& x, const Place& count, const Array& out) override {
     return {0, [=](const Frame& frame, unsigned char*) {
               const int64_t n = x.shape[0];
-              check(keep_rows(frame.at<unsigned char>(x.at), frame.at<unsigned char>(out.at), n,
-                              n == 0 ? 0 : x.count() * bytes_of(x.dtype) / n, frame.at<int64_t>(count), stream_of(frame)),
-                    "rows");
+              check(
+                  keep_rows(frame.at<unsigned char>(x.at), frame.at<unsigned char>(out.at), n,
+                            n == 0 ? 0 : x.count() * bytes_of(x.dtype) / n, frame.at<int64_t>(count), stream_of(frame)),
+                  "rows");
             }};
   }
   Work copy(const Array& from, const Array& to) override {
@@ -385,9 +386,10 @@ class Cuda : public Backend {
               void* const target = frame.at<unsigned char>(to.at);
               if (count == 0) return;
               if (from.shape.size() == 2 && from.strides[1] == 1 && to.strides[1] == 1) {
-                check(cudaMemcpy2DAsync(target, to.strides[0] * bytes, source, from.strides[0] * bytes,
-                                        from.shape[1] * bytes, from.shape[0], cudaMemcpyDeviceToDevice, stream_of(frame)),
-                      "copy");
+                check(
+                    cudaMemcpy2DAsync(target, to.strides[0] * bytes, source, from.strides[0] * bytes,
+                                      from.shape[1] * bytes, from.shape[0], cudaMemcpyDeviceToDevice, stream_of(frame)),
+                    "copy");
                 return;
               }
               Strided dims{};
@@ -442,7 +444,8 @@ class Cuda : public Backend {
     check(cudaGraphLaunch(exec_, static_cast<cudaStream_t>(stream)), "cudaGraphLaunch");
   }
   void end(const void* status, size_t bytes, void* stream) override {
-    if (host_ == nullptr) check(cudaHostAlloc(&host_, std::max<size_t>(bytes, 32), cudaHostAllocDefault), "cudaHostAlloc");
+    if (host_ == nullptr)
+      check(cudaHostAlloc(&host_, std::max<size_t>(bytes, 32), cudaHostAllocDefault), "cudaHostAlloc");
     const auto on = static_cast<cudaStream_t>(stream);
     if (bytes > 0) check(cudaMemcpyAsync(host_, status, bytes, cudaMemcpyDeviceToHost, on), "copying the status");
     check(cudaEventRecord(done_, on), "cudaEventRecord");
@@ -542,7 +545,8 @@ class Cuda : public Backend {
     require(c.op == k::Op::fprop && c.input == kernel_type(call.x.dtype) && c.accum == accum_named(call.accumulator),
             "tile '", call.tile, "' is for other numbers");
     if ((c.arch == 90 && !sm90_) || c.shared_memory > shared_memory_) {
-      fail(VXM_ERROR_DEVICE, "tile '", call.tile, "' does not run on device ", device_, " with code for ", VOXMMA_ARCHS);
+      fail(VXM_ERROR_DEVICE, "tile '", call.tile, "' does not run on device ", device_, " with code for ",
+           VOXMMA_ARCHS);
     }
     return *found;
   }
@@ -613,13 +617,13 @@ class Cuda : public Backend {
               check(cudaMemsetAsync(now.stats, 0, sizeof(k::ExpandStats), stream), "cudaMemsetAsync");
               check(cudaMemsetAsync(now.table, 0xff, now.capacity * width, stream), "cudaMemsetAsync");
               check(cudaMemsetAsync(now.keys, 0xff, capacity * width, stream), "cudaMemsetAsync");
-              for_pieces(call, now, piece, frame, [&](const k::ExpandArgs& part) {
-                check(k::expand_coords(part, stream), "expand_coords");
-              });
+              for_pieces(call, now, piece, frame,
+                         [&](const k::ExpandArgs& part) { check(k::expand_coords(part, stream), "expand_coords"); });
               int64_t* const count = frame.at<int64_t>(call.to.count);
-              check(k::count_keys(now.stats, capacity, frame.at<k::CellStats>(call.status), count, stream), "count_keys");
-              check(k::unpack_keys(now.box, now.keys, capacity, count, frame.at<int>(call.to.coords), scratch + unpack_at,
-                                   stream),
+              check(k::count_keys(now.stats, capacity, frame.at<k::CellStats>(call.status), count, stream),
+                    "count_keys");
+              check(k::unpack_keys(now.box, now.keys, capacity, count, frame.at<int>(call.to.coords),
+                                   scratch + unpack_at, stream),
                     "unpack_keys");
               k::OrderArgs known{};
               known.box = now.box;

@@ -36,14 +36,14 @@ void require(bool holds, const Parts&... parts) {
 // Sizes out of a file: no product or sum of them wraps.
 inline int64_t times(int64_t a, int64_t b) {
   int64_t made;
-  require(a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, &made) && made <= (int64_t{1} << 48), "a size is too large: ",
-          a, " x ", b);
+  require(a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, &made) && made <= (int64_t{1} << 48),
+          "a size is too large: ", a, " x ", b);
   return made;
 }
 inline int64_t plus(int64_t a, int64_t b) {
   int64_t made;
-  require(a >= 0 && b >= 0 && !__builtin_add_overflow(a, b, &made) && made <= (int64_t{1} << 48), "a size is too large: ",
-          a, " + ", b);
+  require(a >= 0 && b >= 0 && !__builtin_add_overflow(a, b, &made) && made <= (int64_t{1} << 48),
+          "a size is too large: ", a, " + ", b);
   return made;
 }
 inline int64_t aligned(int64_t bytes) { return plus(bytes, 255) / 256 * 256; }

@@ -31,7 +31,7 @@ class Json {
   const Json& operator[](const char* name) const;  // of an object that has it
   const Json& operator[](size_t i) const;          // of an array that has it
   const Json& operator[](int i) const { return (*this)[static_cast<size_t>(i)]; }
-  const Json* find(std::string_view name) const;   // null where there is none
+  const Json* find(std::string_view name) const;  // null where there is none
 
   // The content of {name: content}, the only member; null for anything else.
   const Json* word(const char* name) const;

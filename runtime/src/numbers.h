@@ -45,8 +45,8 @@ inline Half narrow<Half, float>(float x) {
   uint32_t rest = bits & 0x7fffffff;
   if (rest > 0x7f800000) return {static_cast<uint16_t>(sign | 0x7e00)};
   if (rest >= 0x47800000) return {static_cast<uint16_t>(sign | 0x7c00)};  // 65536 and more
-  if (rest < 0x38800000) {                                               // below 2^-14: a multiple of 2^-24
-    const float shifted = float_of(rest) + 0.5f;                         // 2^-24 is the last bit of 0.5f
+  if (rest < 0x38800000) {                                                // below 2^-14: a multiple of 2^-24
+    const float shifted = float_of(rest) + 0.5f;                          // 2^-24 is the last bit of 0.5f
     return {static_cast<uint16_t>(sign | (bits_of(shifted) - bits_of(0.5f)))};
   }
   rest += 0xfff + (rest >> 13 & 1);

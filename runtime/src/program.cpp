@@ -173,8 +173,8 @@ class Planner {
     json.array(8);
     for (int i = 0; i < 8; ++i) {
       const bool batch = i % 4 == 0;
-      (i < 4 ? made.low : made.high)[i % 4] = static_cast<int>(
-          json[static_cast<size_t>(i)].integer(batch ? 0 : kCoordMin, batch ? kBatchMax : kCoordMax));
+      (i < 4 ? made.low : made.high)[i % 4] =
+          static_cast<int>(json[static_cast<size_t>(i)].integer(batch ? 0 : kCoordMin, batch ? kBatchMax : kCoordMax));
     }
     for (int i = 0; i < 4; ++i) require(made.low[i] <= made.high[i], "bounds are empty");
     return made;
@@ -303,7 +303,8 @@ class Planner {
   }
   Array plain(const Call& call, const Json& place) {  // contiguous
     Array made = operand(place);
-    if (!made.contiguous()) fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " on a tensor that is not contiguous");
+    if (!made.contiguous())
+      fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " on a tensor that is not contiguous");
     return made;
   }
   Array floating(const Call& call, const char* name) {
@@ -351,7 +352,8 @@ class Planner {
   Set make_set(Set set, int64_t coords, int64_t count, size_t first) {
     std::vector<int64_t> numbers{coords, count};
     for (int part = 0; part < 3; ++part) {
-      const int64_t number = sure_out(first + part), bytes = part == 0 ? 32 : backend_.index_bytes(part - 1, set.capacity);
+      const int64_t number = sure_out(first + part),
+                    bytes = part == 0 ? 32 : backend_.index_bytes(part - 1, set.capacity);
       Value made;
       made.kind = Value::Kind::index;
       made.owner = static_cast<int>(sets_.size());
@@ -539,9 +541,8 @@ class Planner {
         {"voxmma::sized_finite", {{"x", "count"}, &Planner::finite}},
         {"voxmma::sized_dense", {{"x", "coords", "count", "samples", "shape", "origin"}, &Planner::dense}},
         {"voxmma::conv_fused",
-         {{"x",         "weight",    "bias",  "map",   "n_out", "symmetric", "transpose", "accumulator",
-           "tile",      "out_dtype", "scale", "shift", "mean",  "var",       "eps",       "residual",
-           "activation", "slope",     "packed"},
+         {{"x", "weight", "bias", "map", "n_out", "symmetric", "transpose", "accumulator", "tile", "out_dtype", "scale",
+           "shift", "mean", "var", "eps", "residual", "activation", "slope", "packed"},
           &Planner::conv}},
         {"voxmma::pool_sum",
          {{"x", "in_count", "out_count", "map", "map_t", "kernel_volume", "n_out", "symmetric", "mirror"},
@@ -669,8 +670,8 @@ class Planner {
                 weight->strides == dense_strides(weight->shape),
             "a weight does not fit its kernel map");
     require(times(times(made.groups, made.c_in), made.c_out) <= INT32_MAX, "an offset has too many weights");
-    require(made.x.shape.size() == 2 && made.x.shape[1] == made.groups * made.c_in && made.x.shape[0] == made.map.n_in &&
-                size(call["n_out"]) == made.map.n_out,
+    require(made.x.shape.size() == 2 && made.x.shape[1] == made.groups * made.c_in &&
+                made.x.shape[0] == made.map.n_in && size(call["n_out"]) == made.map.n_out,
             "rows, weight and kernel map of a convolution do not fit");
     const int64_t channels = made.groups * made.c_out;
     const auto numbers = [&](const char* name) {

@@ -132,7 +132,9 @@ cudaError_t by_number(Number type, const F& f) {
 }
 
 // The widest words that rows consist of; memory is aligned for them.
-int word_bytes(int64_t row_bytes) { return row_bytes % 16 == 0 ? 16 : row_bytes % 4 == 0 ? 4 : row_bytes % 2 == 0 ? 2 : 1; }
+int word_bytes(int64_t row_bytes) {
+  return row_bytes % 16 == 0 ? 16 : row_bytes % 4 == 0 ? 4 : row_bytes % 2 == 0 ? 2 : 1;
+}
 
 }  // namespace
 
@@ -146,7 +148,8 @@ cudaError_t copy_strided(const Strided& dims, int element_bytes, const void* fro
   if (count == 0) return cudaSuccess;
   return by_bytes(element_bytes, [&](auto kind) {
     using T = decltype(kind);
-    copy_elements<<<blocks_for(count), kThreads, 0, stream>>>(dims, static_cast<const T*>(from), static_cast<T*>(to), count);
+    copy_elements<<<blocks_for(count), kThreads, 0, stream>>>(dims, static_cast<const T*>(from), static_cast<T*>(to),
+                                                              count);
   });
 }
 
@@ -168,7 +171,8 @@ cudaError_t keep_rows(const void* from, void* to, int64_t n, int64_t row_bytes, 
   return by_bytes(word, [&](auto kind) {
     using T = decltype(kind);
     const int64_t width = row_bytes / word;
-    keep<<<blocks_for(n * width), kThreads, 0, stream>>>(static_cast<const T*>(from), static_cast<T*>(to), n, width, count);
+    keep<<<blocks_for(n * width), kThreads, 0, stream>>>(static_cast<const T*>(from), static_cast<T*>(to), n, width,
+                                                         count);
   });
 }
 

@@ -4,12 +4,12 @@
 
 #include "voxmma/voxmma.h"
 
-#define EXPECT(condition)                                                             \
-  do {                                                                                \
-    if (!(condition)) {                                                               \
+#define EXPECT(condition)                                                            \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
       fprintf(stderr, "line %d: %s (%s)\n", __LINE__, #condition, vxm_last_error()); \
-      return 1;                                                                       \
-    }                                                                                 \
+      return 1;                                                                      \
+    }                                                                                \
   } while (0)
 
 int main(int argc, char** argv) {

@@ -24,7 +24,9 @@ std::string path;
 std::map<vxm_code, int> seen;
 
 // No more than a test machine has.
-void* allocate(void*, size_t bytes) { return bytes > (size_t{1} << 28) ? nullptr : std::aligned_alloc(256, (bytes + 255) / 256 * 256); }
+void* allocate(void*, size_t bytes) {
+  return bytes > (size_t{1} << 28) ? nullptr : std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+}
 void release(void*, void* memory) { std::free(memory); }
 
 void fail(const char* what, const std::string& how) {
@@ -56,7 +58,8 @@ void run_frame(vxm_engine* engine, const std::string& how) {
   for (int32_t i = 0; i < info.outputs; ++i) {
     vxm_output_info of;
     vxm_output out;
-    if (vxm_engine_output_info(engine, i, &of) != VXM_OK || vxm_engine_output(engine, i, &out) != VXM_OK) fail("no output", how);
+    if (vxm_engine_output_info(engine, i, &of) != VXM_OK || vxm_engine_output(engine, i, &out) != VXM_OK)
+      fail("no output", how);
     int64_t count = 1;
     for (int32_t d = 0; d < of.dims; ++d) count *= of.shape[d];
     Bytes made(static_cast<size_t>(count) * vxm_dtype_size(of.dtype));

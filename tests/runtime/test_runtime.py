@@ -327,14 +327,14 @@ def _cuda_head(head: dict[str, Any]) -> None:
         (lambda head: head["machine"].update(voxmma="0.0.9"), "ERROR_VERSION: the engine is of voxmma 0.0.9"),
         (_cuda_head, "ERROR_DEVICE: the engine is for "),
         (lambda head: head["machine"].update(device="tpu"), "ERROR_UNSUPPORTED: engines for device 'tpu'"),
-        (lambda head: head["steps"][3].__setitem__(0, "aten::mish.default"), "ERROR_UNSUPPORTED: operator aten::mish"),
+        (lambda head: head["steps"][3].__setitem__(0, "aten::mish.default"), "operator aten::mish"),
         (lambda head: head["steps"].pop(0), "ERROR_FORMAT: tensor . is read before it is made"),
         (lambda head: head["steps"].append(head["steps"][0]), "ERROR_FORMAT: tensor . is made twice"),
         (lambda head: head.pop("levels"), "ERROR_FORMAT: the head has no 'levels'"),
         (lambda head: head["capacities"].__setitem__(0, 1 << 40), "ERROR_FORMAT: .* for a number from 1 to"),
         (lambda head: head["capacities"].__setitem__(0, 3.5), "ERROR_FORMAT: the head is no JSON"),
         (lambda head: head["tensors"][0].__setitem__(1, [27, 4, 17]), "ERROR_FORMAT"),
-        (lambda head: head["tensors"][0].__setitem__(0, "int16"), "ERROR_UNSUPPORTED: tensors of dtype 'int16'"),
+        (lambda head: head["tensors"][0].__setitem__(0, "int16"), "ERROR_UNSUPPORTED: tensors of dtype"),
     ],
 )  # fmt: skip
 def test_engines_that_do_not_fit(change: Callable[[dict[str, Any]], Any], message: str, second: Path) -> None:

@@ -121,10 +121,10 @@ typedef struct vxm_input {
 
 /* A result, on the engine's device. Rows from *rows on mean nothing. */
 typedef struct vxm_output {
-  const void* data;             /* features or tensor */
-  const int32_t* coords;        /* voxels: (capacity, 4); tensor: null */
+  const void* data;              /* features or tensor */
+  const int32_t* coords;         /* voxels: (capacity, 4); tensor: null */
   int64_t strides[VXM_MAX_DIMS]; /* of data, in elements */
-  const int64_t* rows;          /* on the device: rows that there are; null where level is -1 */
+  const int64_t* rows;           /* on the device: rows that there are; null where level is -1 */
 } vxm_output;
 
 /* What was wrong with a frame. Members that say nothing are -1. */
@@ -135,10 +135,10 @@ typedef struct vxm_frame {
   int64_t needed, capacity;
 } vxm_frame;
 
-VXM_API int vxm_version(void);                   /* VXM_VERSION_MAJOR * 1000 + VXM_VERSION_MINOR of the library */
-VXM_API const char* vxm_voxmma_version(void);    /* of voxmma: engines of this version are read */
-VXM_API int vxm_has_cuda(void);                  /* not 0: the library was built with CUDA kernels */
-VXM_API const char* vxm_last_error(void);        /* of this thread's last call that failed; never null */
+VXM_API int vxm_version(void);                    /* VXM_VERSION_MAJOR * 1000 + VXM_VERSION_MINOR of the library */
+VXM_API const char* vxm_voxmma_version(void);     /* of voxmma: engines of this version are read */
+VXM_API int vxm_has_cuda(void);                   /* not 0: the library was built with CUDA kernels */
+VXM_API const char* vxm_last_error(void);         /* of this thread's last call that failed; never null */
 VXM_API const char* vxm_code_name(vxm_code code); /* "VXM_OK", ... */
 
 VXM_API void vxm_options_init(vxm_options* options);

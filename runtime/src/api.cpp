@@ -133,7 +133,7 @@ struct vxm_engine {
         [&](void* on) {
           vxm::Frame there = made;
           there.stream = on;
-          program->run(there);
+          program->run(there, *backend);
         },
         stream);
     backend->end(work->data() + program->status, static_cast<size_t>(32 * program->slots), stream);
@@ -158,6 +158,7 @@ struct vxm_engine {
       const int n = report.number;
       if (report.kind == "index") {
         rows[n] = std::clamp<int64_t>(values[0], 0, p.capacities[n]);
+        if (!p.given[n]) continue;  // voxels of points are as they should be
         found.level = n;
         if (values[1] >= 0) {
           found.row = values[1];
@@ -178,6 +179,24 @@ struct vxm_engine {
       } else if (report.kind == "points" && values[0] >= 0) {
         found.row = values[0];
         refuse(VXM_FRAME_FINITE, "points row ", values[0], " is not finite, or of a sample that is not there");
+      } else if (report.kind == "voxels") {
+        constexpr int64_t kMostPoints = 8191;  // that are added up on a GPU
+        found.level = n;
+        if (values[1] >= 0) {
+          found.row = values[1];
+          refuse(VXM_FRAME_POINTS, "points row ", values[1],
+                 " is not finite, of no sample, or lies in a cell outside of the engine's bounds");
+        }
+        if (backend->cuda() && values[2] > kMostPoints) {
+          refuse(VXM_FRAME_POINTS, "a voxel has ", values[2], " points, an engine adds up to ", kMostPoints);
+        }
+        if (values[0] > p.capacities[n]) {
+          found.needed = values[0];
+          found.capacity = p.capacities[n];
+          refuse(VXM_FRAME_CAPACITY, "the frame does not fit: level ", n, " needs ", values[0],
+                 " rows, its capacity is ", p.capacities[n]);
+        }
+        found.level = -1;
       } else if (report.kind == "sites") {
         found.level = n;
         if (values[1] != 0) refuse(VXM_FRAME_BOUNDS, "level ", n, " has voxels outside of its bounds");
@@ -239,6 +258,7 @@ const char* vxm_code_name(vxm_code code) {
     VXM_CASE(VXM_FRAME_CAPACITY);
     VXM_CASE(VXM_FRAME_DENSE);
     VXM_CASE(VXM_FRAME_FINITE);
+    VXM_CASE(VXM_FRAME_POINTS);
 #undef VXM_CASE
   }
   return "unknown";
@@ -323,9 +343,9 @@ vxm_code vxm_engine_run(vxm_engine* engine, const vxm_input* inputs, int32_t cou
       }
       if (rows < 0) fail(VXM_ERROR_ARGUMENT, "input ", i, " has ", rows, " rows");
       if (rows > capacity) {
-        fail(VXM_ERROR_ARGUMENT, "input ", i, ": the frame has ", rows, " voxels, the engine's capacity is ", capacity);
+        fail(VXM_ERROR_ARGUMENT, "input ", i, ": the frame has ", rows, " rows, the engine's capacity is ", capacity);
       }
-      if (rows > 0) want(inputs[i].coords, "coords of an input");
+      if (rows > 0) want(inputs[i].where, "coordinates or points of an input");
       if (rows > 0 && wanted[i].info.shape[1] > 0) want(inputs[i].data, "data of an input");
     }
     const std::lock_guard<std::mutex> lock(engine->mutex);
@@ -335,15 +355,26 @@ vxm_code vxm_engine_run(vxm_engine* engine, const vxm_input* inputs, int32_t cou
         [&](vxm::Frame& frame) {
           for (int32_t i = 0; i < count; ++i) {
             const vxm::Input& to = wanted[i];
-            int64_t bytes = to.data.count() * vxm::bytes_of(to.data.dtype);
-            if (to.level >= 0) {
-              bytes = bytes / to.info.shape[0] * inputs[i].rows;
-              engine->backend->copy_in(frame.at<int>(to.coords.at), inputs[i].coords,
-                                       static_cast<size_t>(16 * inputs[i].rows), stream);
-              engine->backend->set_count(frame.at<int64_t>(to.count.at), inputs[i].rows, stream);
+            const auto copy = [&](const vxm::Array& array, const void* from, int64_t columns, int64_t rows) {
+              const int64_t size = vxm::bytes_of(array.dtype);
+              engine->backend->copy_in(frame.at<unsigned char>(array.at), array.strides[0] * size, from, columns * size,
+                                       rows, stream);
+            };
+            if (to.level < 0) {
+              const auto bytes = static_cast<size_t>(to.data.count() * vxm::bytes_of(to.data.dtype));
+              engine->backend->copy_in(frame.at<unsigned char>(to.data.at), bytes, inputs[i].data, bytes, 1, stream);
+              continue;
             }
-            engine->backend->copy_in(frame.at<unsigned char>(to.data.at), inputs[i].data, static_cast<size_t>(bytes),
-                                     stream);
+            const int64_t rows = inputs[i].rows;
+            copy(to.where, inputs[i].where, to.where.shape[1], rows);
+            copy(to.data, inputs[i].data, to.info.shape[1], rows);
+            engine->backend->set_count(frame.at<int64_t>(to.count.at), rows, stream);
+            if (!to.batch.at.there()) continue;
+            if (inputs[i].samples == nullptr) {
+              engine->backend->clear(frame.at<int64_t>(to.batch.at), static_cast<size_t>(8 * rows), stream);
+            } else {
+              copy(to.batch, inputs[i].samples, 1, rows);
+            }
           }
         },
         stream);

@@ -78,6 +78,16 @@ struct SitesCall {
   Bounds bounds;  // of the source
   Place status;
 };
+// Voxels of points: those of points.capacity rows that there are, in order.
+struct VoxelsCall {
+  Array points, feats, out;  // out: (capacity, channels)
+  Place batch, count;        // batch: none: sample 0
+  Bounds box;
+  double edge[3], origin[3];
+  bool mean;
+  Place coords, made, status;
+  int64_t capacity;
+};
 struct MapCall {
   Set in, out;
   Geometry geometry;
@@ -148,7 +158,8 @@ class Backend {
 
   virtual Work index(const IndexCall&) = 0;
   virtual Work sites(const SitesCall&) = 0;
-  virtual Work map(const MapCall&) = 0;
+  virtual Work maps(const std::vector<MapCall>&) = 0;
+  virtual Work voxels(const VoxelsCall&) = 0;
   virtual Work conv(const ConvCall&) = 0;
   virtual Work pool(const PoolCall&) = 0;
   virtual Work counts(const Map&, const Place& out) = 0;
@@ -162,8 +173,10 @@ class Backend {
   // A kernel map's limits, passes and units, where a plan has any: what the status is compared with.
   virtual bool limits(const MapCall&, int64_t* passes, int64_t* units) const = 0;
 
-  virtual void copy_in(void* to, const void* from, size_t bytes, void* stream) = 0;
+  // Rows of `width` bytes, `pitch` bytes apart where they go.
+  virtual void copy_in(void* to, size_t pitch, const void* from, size_t width, size_t rows, void* stream) = 0;
   virtual void set_count(int64_t* to, int64_t value, void* stream) = 0;
+  virtual void clear(void* to, size_t bytes, void* stream) = 0;
   virtual void copy_out(void* to, const void* from, size_t bytes) = 0;  // waits; after the last frame
 
   // Runs `work` on the stream; the first time is told, so that it may be recorded.
@@ -172,6 +185,10 @@ class Backend {
   virtual void end(const void* status, size_t bytes, void* stream) = 0;  // status is on its way to the host
   virtual const int64_t* status() = 0;                                   // waits
   virtual void wait() = 0;
+
+  // A stream beside `stream`: behind what that has been given so far. It waits for it at the join.
+  virtual void* fork(void* stream) = 0;
+  virtual void join(void* stream) = 0;
 
   // Current on the calling thread while it lives.
   struct Active {

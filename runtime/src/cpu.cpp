@@ -92,6 +92,62 @@ void run_index(const IndexCall& call, const Frame& frame) {
   tell(frame.at<int64_t>(call.status), given, bad.empty() ? -1 : bad[0], duplicate < 0 ? -1 : duplicate << 32 | twin);
 }
 
+// voxmma/sparse/sized.py, voxels_sized.
+template <class P, class T>
+void run_voxels(const VoxelsCall& call, const Frame& frame) {
+  using W = std::conditional_t<sizeof(T) == 2, float, double>;
+  const P* const points = frame.at<P>(call.points.at);
+  const T* const feats = frame.at<T>(call.feats.at);
+  const int64_t* const batch = frame.at<int64_t>(call.batch);
+  const int64_t n = number_of(frame.at<int64_t>(call.count), call.points.shape[0]);
+  const int64_t channels = call.feats.shape[1];
+  std::vector<std::pair<int64_t, int64_t>> good;
+  int64_t bad = -1;
+  for (int64_t row = 0; row < n; ++row) {
+    double cell[4] = {batch == nullptr ? 0 : static_cast<double>(batch[row])};
+    bool inside = true;
+    for (int i = 0; i < 4; ++i) {
+      if (i > 0) {
+        cell[i] =
+            std::floor((static_cast<double>(widen(points[3 * row + i - 1])) - call.origin[i - 1]) / call.edge[i - 1]);
+      }
+      inside = inside && cell[i] >= call.box.low[i] && cell[i] <= call.box.high[i];
+    }
+    if (inside) {
+      good.emplace_back(pack(static_cast<int64_t>(cell[0]), static_cast<int64_t>(cell[1]),
+                             static_cast<int64_t>(cell[2]), static_cast<int64_t>(cell[3])),
+                        row);
+    } else if (bad < 0) {
+      bad = row;
+    }
+  }
+  std::sort(good.begin(), good.end());
+  int* const coords = frame.at<int>(call.coords);
+  T* const out = frame.at<T>(call.out.at);
+  std::fill(coords, coords + 4 * call.capacity, 0);
+  std::memset(static_cast<void*>(out), 0, static_cast<size_t>(call.capacity * channels) * sizeof(T));
+  int64_t total = 0, longest = 0;
+  std::vector<W> sums;
+  for (size_t begin = 0, end; begin < good.size(); begin = end, ++total) {
+    for (end = begin; end < good.size() && good[end].first == good[begin].first;) ++end;
+    const auto many = static_cast<int64_t>(end - begin);
+    longest = std::max(longest, many);
+    if (total >= call.capacity) continue;
+    unpack(good[begin].first, coords + 4 * total);
+    for (int64_t c = 0; c < channels; ++c) {
+      sums.clear();
+      for (size_t i = begin; i < end; ++i) sums.push_back(widen(feats[good[i].second * channels + c]));
+      for (size_t left = sums.size(); left > 1; left = (left + 1) / 2) {  // (0, 1) (2, 3) (4)
+        for (size_t i = 0; i < left / 2; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
+        if (left % 2 == 1) sums[left / 2] = sums[left - 1];
+      }
+      out[total * channels + c] = narrow<T>(call.mean ? sums[0] / static_cast<W>(many) : sums[0]);
+    }
+  }
+  *frame.at<int64_t>(call.made) = total <= call.capacity ? total : 0;
+  tell(frame.at<int64_t>(call.status), total, bad, longest);
+}
+
 void run_sites(const SitesCall& call, const Frame& frame) {
   const int* const coords = frame.at<int>(call.from.coords);
   const int64_t n = number_of(frame.at<int64_t>(call.from.count), call.from.capacity);
@@ -327,7 +383,7 @@ void run_conv(const ConvCall& call, const Channels<W>& channels, Sums sums, int6
         const Out* const residual = frame.at<Out>(call.residual.at) + r * n;
         for (int64_t o = 0; o < n; ++o) y[o] += static_cast<W>(widen(residual[o]));
       }
-      Out* const out = frame.at<Out>(call.out.at) + r * n;
+      Out* const out = frame.at<Out>(call.out.at) + r * call.out.strides[0];
       for (int64_t o = 0; o < n; ++o)
         out[o] = narrow<Out>(activated(y[o], call.activation, static_cast<W>(call.slope)));
     };
@@ -477,8 +533,21 @@ class Cpu : public Backend {
   Work sites(const SitesCall& call) override {
     return {0, [call](const Frame& frame, unsigned char*) { run_sites(call, frame); }};
   }
-  Work map(const MapCall& call) override {
-    return {0, [call](const Frame& frame, unsigned char*) { run_map(call, frame); }};
+  Work maps(const std::vector<MapCall>& calls) override {
+    return {0, [calls](const Frame& frame, unsigned char*) {
+              for (const MapCall& call : calls) run_map(call, frame);
+            }};
+  }
+  Work voxels(const VoxelsCall& call) override {
+    Work made;
+    by_type(call.points.dtype, [&](auto point) {
+      by_type(call.feats.dtype, [&](auto feat) {
+        made.run = [call](const Frame& frame, unsigned char*) {
+          run_voxels<decltype(point), decltype(feat)>(call, frame);
+        };
+      });
+    });
+    return made;
   }
 
   Work conv(const ConvCall& call) override {
@@ -585,9 +654,15 @@ class Cpu : public Backend {
 
   bool limits(const MapCall&, int64_t*, int64_t*) const override { return false; }
 
-  void copy_in(void* to, const void* from, size_t bytes, void*) override {
-    if (bytes > 0) std::memcpy(to, from, bytes);
+  void copy_in(void* to, size_t pitch, const void* from, size_t width, size_t rows, void*) override {
+    if (width == 0) return;
+    for (size_t r = 0; r < rows; ++r) {
+      std::memcpy(static_cast<char*>(to) + r * pitch, static_cast<const char*>(from) + r * width, width);
+    }
   }
+  void clear(void* to, size_t bytes, void*) override { std::memset(to, 0, bytes); }
+  void* fork(void* stream) override { return stream; }
+  void join(void*) override {}
   void set_count(int64_t* to, int64_t value, void*) override { *to = value; }
   void copy_out(void* to, const void* from, size_t bytes) override {
     if (bytes > 0) std::memcpy(to, from, bytes);

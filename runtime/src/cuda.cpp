@@ -113,7 +113,10 @@ class Cuda : public Backend {
   ~Cuda() override {
     const Current current(device_);
     if (exec_ != nullptr) cudaGraphExecDestroy(exec_);
-    if (done_ != nullptr) cudaEventDestroy(done_);
+    for (const cudaEvent_t event : {done_, meet_[0], meet_[1]}) {
+      if (event != nullptr) cudaEventDestroy(event);
+    }
+    if (beside_ != nullptr) cudaStreamDestroy(beside_);
     if (host_ != nullptr) cudaFreeHost(host_);
   }
 
@@ -216,23 +219,73 @@ class Cuda : public Backend {
     return bytes > 0 ? sites_by_cells(call, args, piece, bytes) : sites_by_keys(call, args, piece);
   }
 
-  Work map(const MapCall& call) override {
-    const k::PlanArgs args = plan_args(call);
-    return {0, [call, args](const Frame& frame, unsigned char*) {
-              k::PlanArgs plan = args;
-              plan.out_coords = frame.at<int>(call.out.coords);
-              plan.out_order = frame.at<int>(call.out.index[0]);
-              plan.out_count = frame.at<int64_t>(call.out.count);
-              plan.bricks = frame.at<k::Brick>(call.in.index[1]);
-              plan.in_order = frame.at<int>(call.in.index[0]);
-              plan.order = frame.at<int>(call.map.parts[0]);
-              plan.schedule = frame.at<k::ScheduledTile>(call.map.parts[1]);
-              plan.passes = frame.at<k::Pass>(call.map.parts[2]);
-              plan.frag = frame.at<uint32_t>(call.map.parts[3]);
-              plan.uniq = frame.at<int>(call.map.parts[4]);
-              plan.local = frame.at<uint16_t>(call.map.parts[5]);
-              plan.stats = frame.at<k::PlanStats>(call.status);
-              check(k::build_plans(&plan, 1, stream_of(frame)), "build_plans");
+  Work maps(const std::vector<MapCall>& calls) override {
+    std::vector<k::PlanArgs> rules;
+    for (const MapCall& call : calls) rules.push_back(plan_args(call));
+    return {0, [calls, rules](const Frame& frame, unsigned char*) {
+              std::vector<k::PlanArgs> plans = rules;
+              for (size_t i = 0; i < calls.size(); ++i) {
+                const MapCall& call = calls[i];
+                k::PlanArgs& plan = plans[i];
+                plan.out_coords = frame.at<int>(call.out.coords);
+                plan.out_order = frame.at<int>(call.out.index[0]);
+                plan.out_count = frame.at<int64_t>(call.out.count);
+                plan.bricks = frame.at<k::Brick>(call.in.index[1]);
+                plan.in_order = frame.at<int>(call.in.index[0]);
+                plan.order = frame.at<int>(call.map.parts[0]);
+                plan.schedule = frame.at<k::ScheduledTile>(call.map.parts[1]);
+                plan.passes = frame.at<k::Pass>(call.map.parts[2]);
+                plan.frag = frame.at<uint32_t>(call.map.parts[3]);
+                plan.uniq = frame.at<int>(call.map.parts[4]);
+                plan.local = frame.at<uint16_t>(call.map.parts[5]);
+                plan.stats = frame.at<k::PlanStats>(call.status);
+              }
+              if (plans.empty()) return;
+              check(k::build_plans(plans.data(), static_cast<int>(plans.size()), stream_of(frame)), "build_plans");
+            }};
+  }
+
+  Work voxels(const VoxelsCall& call) override {
+    const int64_t n = call.points.shape[0];
+    k::PointArgs cells{};
+    cells.dtype = kernel_type(call.points.dtype);
+    cells.n = n;
+    std::copy(call.origin, call.origin + 3, cells.origin);
+    std::copy(call.edge, call.edge + 3, cells.edge);
+    k::MergeArgs merge{};
+    merge.ldx = merge.channels = call.feats.shape[1];
+    merge.dtype = kernel_type(call.feats.dtype);
+    merge.count = call.capacity;
+    merge.longest = k::kMaxMergedRows;
+    merge.mean = call.mean;
+    Parts parts;
+    const int64_t cells_at = parts.add(times(16, n));
+    const int64_t work_at = parts.add(static_cast<int64_t>(runs_workspace(n, call.capacity)));
+    return {parts.total(), [=](const Frame& frame, unsigned char* scratch) {
+              const cudaStream_t stream = stream_of(frame);
+              k::PointArgs made = cells;
+              made.points = frame.at<unsigned char>(call.points.at);
+              made.batch = frame.at<int64_t>(call.batch);
+              made.cells = reinterpret_cast<int*>(scratch + cells_at);
+              check(k::cells_of_points(made, stream), "cells_of_points");
+              Runs runs{};
+              runs.cells = made.cells;
+              runs.n = n;
+              runs.count = frame.at<int64_t>(call.count);
+              std::copy(call.box.low, call.box.low + 4, runs.low);
+              std::copy(call.box.high, call.box.high + 4, runs.high);
+              runs.capacity = call.capacity;
+              runs.coords = frame.at<int>(call.coords);
+              runs.made = frame.at<int64_t>(call.made);
+              runs.status = frame.at<int64_t>(call.status);
+              runs.workspace = scratch + work_at;
+              check(find_runs(&runs, stream), "find_runs");
+              k::MergeArgs rows = merge;
+              rows.x = frame.at<unsigned char>(call.feats.at);
+              rows.order = runs.order;
+              rows.start = runs.start;
+              rows.out = frame.at<unsigned char>(call.out.at);
+              check(k::merge_runs(rows, stream), "merge_runs");
             }};
   }
 
@@ -291,7 +344,7 @@ class Cuda : public Backend {
     args.epilogue.ldr = channels;
     args.epilogue.activation = static_cast<k::Activation>(call.activation);
     args.epilogue.slope = call.slope;
-    args.ldo = channels;
+    args.ldo = call.out.strides[0];
     args.out_dtype = kernel_type(call.out.dtype);
     args.c_in = p.c_in;
     args.c_out = p.c_out;
@@ -417,9 +470,31 @@ class Cuda : public Backend {
             }};
   }
 
-  void copy_in(void* to, const void* from, size_t bytes, void* stream) override {
-    if (bytes == 0) return;
-    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream)), "copying an input");
+  void copy_in(void* to, size_t pitch, const void* from, size_t width, size_t rows, void* stream) override {
+    if (width == 0 || rows == 0) return;
+    const auto on = static_cast<cudaStream_t>(stream);
+    check(pitch == width ? cudaMemcpyAsync(to, from, width * rows, cudaMemcpyDefault, on)
+                         : cudaMemcpy2DAsync(to, pitch, from, width, width, rows, cudaMemcpyDefault, on),
+          "copying an input");
+  }
+  void clear(void* to, size_t bytes, void* stream) override {
+    if (bytes > 0) check(cudaMemsetAsync(to, 0, bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
+  }
+  void* fork(void* stream) override {
+    if (beside_ == nullptr) {
+      int least = 0, greatest = 0;  // layers wait for maps, not maps for layers
+      check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+      check(cudaStreamCreateWithPriority(&beside_, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
+      for (cudaEvent_t& event : meet_)
+        check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+    }
+    check(cudaEventRecord(meet_[0], static_cast<cudaStream_t>(stream)), "cudaEventRecord");
+    check(cudaStreamWaitEvent(beside_, meet_[0], 0), "cudaStreamWaitEvent");
+    return beside_;
+  }
+  void join(void* stream) override {
+    check(cudaEventRecord(meet_[1], beside_), "cudaEventRecord");
+    check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), meet_[1], 0), "cudaStreamWaitEvent");
   }
   void set_count(int64_t* to, int64_t value, void* stream) override {
     check(store_number(to, value, static_cast<cudaStream_t>(stream)), "storing a count");
@@ -486,6 +561,8 @@ class Cuda : public Backend {
   bool graph_ = true, sm90_ = false;
   std::vector<Pack> packs_;
   cudaGraphExec_t exec_ = nullptr;
+  cudaStream_t beside_ = nullptr;
+  cudaEvent_t meet_[2] = {nullptr, nullptr};
   cudaEvent_t done_ = nullptr;  // of the last frame
   void* host_ = nullptr;        // its status
 
@@ -530,11 +607,11 @@ class Cuda : public Backend {
     args.sm_count = sm_count_;
     int64_t most_passes, most_uniq4;
     k::plan_room(args, &most_passes, &most_uniq4);
-    const auto wanted = [&](int64_t usual, int64_t most) {
-      return std::min(most, static_cast<int64_t>(static_cast<double>(usual) * call.room) + 1);
+    const auto wanted = [&](int64_t usual, int64_t most, int64_t spare) {
+      return std::min(most, static_cast<int64_t>(static_cast<double>(usual) * call.room) + spare);
     };
-    args.pass_capacity = wanted(args.pass_capacity, most_passes);
-    args.uniq4_capacity = wanted(args.uniq4_capacity, most_uniq4);
+    args.pass_capacity = wanted(args.pass_capacity, most_passes, 16);
+    args.uniq4_capacity = wanted(args.uniq4_capacity, most_uniq4, 1024);
     return args;
   }
 

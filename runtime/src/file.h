@@ -11,7 +11,7 @@
 namespace vxm {
 
 inline constexpr char kMagic[8] = {'V', 'X', 'E', 'N', 'G', 'I', 'N', 'E'};
-inline constexpr uint32_t kFormat = 2;
+inline constexpr uint32_t kFormat = 3;
 inline constexpr size_t kPrefix = 32;  // bytes before the head
 
 enum class DType { f16, bf16, f32, f64, i32, i64, u8 };  // as vxm_dtype

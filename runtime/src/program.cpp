@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <climits>
 #include <cmath>
+#include <cstring>
+#include <functional>
 #include <iterator>
 #include <map>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 namespace vxm {
@@ -86,6 +89,7 @@ struct Value {
   enum class Kind { array, index, map, status, none } kind = Kind::none;
   Array array;
   int owner = -1, part = 0;  // of index: set, of map: map; of status: slot
+  int64_t lines = 1;         // of status
   int buffer = -1;
 };
 
@@ -134,9 +138,17 @@ class Planner {
     facts();
     const auto& steps = head_["steps"].array();
     uses(steps);
-    made_.status = arena_.take(times(static_cast<int64_t>(steps.size()) + 1, 32));
+    most_slots_ = plus(static_cast<int64_t>(steps.size()), static_cast<int64_t>(made_.rooms.size())) + 1;
+    made_.status = arena_.take(times(most_slots_, 32));
     inputs();
     for (now_ = 0; now_ < static_cast<int64_t>(steps.size()); ++now_) {
+      if (now_ == side_[0]) made_.side[0] = made_.steps.size();
+      if (now_ == side_[1]) made_.side[1] = made_.join = made_.steps.size();
+      beside_ = now_ >= side_[0] && now_ < side_[1];
+      if (now_ >= side_[1] && !joined_ && reads_beside(steps[now_])) {
+        made_.join = made_.steps.size();
+        joined_ = true;
+      }
       step(steps[now_]);
       for (Buffer& buffer : buffers_) {
         if (buffer.last <= now_ && !buffer.free) {
@@ -145,6 +157,8 @@ class Planner {
         }
       }
     }
+    if (side_[1] == now_) made_.side[1] = made_.steps.size();
+    if (!joined_) made_.join = made_.steps.size();
     results();
     made_.work_bytes = arena_.size();
   }
@@ -163,7 +177,13 @@ class Planner {
   std::vector<std::vector<int64_t>> set_numbers_;
   std::vector<Map> maps_;
   std::vector<std::vector<int64_t>> map_numbers_;
-  int64_t now_ = 0;
+  std::vector<Place> counts_;  // of levels
+  std::unordered_map<int64_t, Place> count_of_status_;
+  std::unordered_map<int64_t, int64_t> widths_;  // columns of an input's buffer
+  int64_t most_slots_ = 0;
+  int64_t now_ = 0, side_[2] = {0, 0};
+  bool beside_ = false, joined_ = false;
+  std::unordered_set<int64_t> made_beside_;
   const Json* out_ = nullptr;  // of the step
 
   // ---- what the head says of levels and maps
@@ -184,6 +204,16 @@ class Planner {
     for (const Json& level : head_["levels"].array()) {
       level.array(3);
       made_.bounds.push_back(bounds_of(level[2]));
+      made_.given.push_back(level[1].integer() < 0);
+    }
+    counts_.resize(made_.bounds.size());
+    const auto steps = static_cast<int64_t>(head_["steps"].array().size());
+    const auto side = head_["side"].integers(0, steps);
+    require(side.size() == 2 && side[0] <= side[1], "'side' is no range of steps");
+    std::copy(side.begin(), side.end(), side_);
+    for (const Json& pair : head_["widths"].array()) {
+      pair.array(2);
+      widths_[number_of(pair[0])] = pair[1].integer(1, INT32_MAX);
     }
     made_.capacities = head_["capacities"].integers(1, kMostRows);
     require(made_.capacities.size() == made_.bounds.size(), "capacities and levels are not as many");
@@ -198,13 +228,11 @@ class Planner {
   static int64_t number_of(const Json& place) { return place.integer(0, INT32_MAX); }
 
   void uses(const std::vector<Json>& steps) {
-    const std::function<void(const Json&, int64_t)> visit = [&](const Json& value, int64_t at) {
-      if (value.kind() == Json::Kind::array) {
-        for (const Json& part : value.array()) visit(part, at);
-      } else if (const Json* const ref = value.word("ref")) {
-        int64_t& last = last_[number_of(*ref)];
+    const auto visit = [&](const Json& value, int64_t at) {
+      visit_refs(value, [&](int64_t number) {
+        int64_t& last = last_[number];
         last = std::max(last, at);
-      }
+      });
     };
     for (size_t i = 0; i < steps.size(); ++i) {
       steps[i].array(5);
@@ -214,7 +242,33 @@ class Planner {
     for (const Json& out : head_["outputs"].array()) {
       for (const auto& [kind, content] : out.object()) visit(content, kForever);
     }
-    visit(head_["counts"], kForever);
+    // What two streams use is given to nobody else.
+    for (int64_t i = side_[0]; i < side_[1]; ++i) {
+      visit(steps[i][1], kForever);
+      for (const auto& [name, value] : steps[i][2].object()) visit(value, kForever);
+      for (const Json& number : steps[i][3].array()) {
+        if (number.is_null()) continue;
+        last_[number_of(number)] = kForever;
+        made_beside_.insert(number_of(number));
+      }
+    }
+  }
+
+  bool reads_beside(const Json& step) const {
+    bool found = false;
+    visit_refs(step[1], [&](int64_t number) { found |= made_beside_.count(number) > 0; });
+    for (const auto& [name, value] : step[2].object()) {
+      visit_refs(value, [&](int64_t number) { found |= made_beside_.count(number) > 0; });
+    }
+    return found;
+  }
+  template <class F>
+  static void visit_refs(const Json& value, const F& f) {
+    if (value.kind() == Json::Kind::array) {
+      for (const Json& part : value.array()) visit_refs(part, f);
+    } else if (const Json* const ref = value.word("ref")) {
+      f(number_of(*ref));
+    }
   }
 
   // ---- tensors
@@ -257,11 +311,15 @@ class Planner {
     return number;
   }
 
-  Place status(size_t i) {
+  // The status that is output i: of `lines` of 4 numbers.
+  Place status(size_t i, int64_t lines = 1) {
     Value value;
     value.kind = Value::Kind::status;
-    value.part = static_cast<int>(made_.slots++);
-    const Place place{made_.status + 32 * value.part};
+    value.part = static_cast<int>(made_.slots);
+    value.lines = lines;
+    const Place place{made_.status + 32 * made_.slots};
+    made_.slots += lines;
+    require(made_.slots <= most_slots_, "a program has too many kernel maps");
     define(sure_out(i), std::move(value));
     return place;
   }
@@ -301,14 +359,19 @@ class Planner {
     if (fresh) it->second = {backend_.constant(found.data, found.bytes), true};
     return {it->second, found.dtype, found.shape, found.strides};
   }
-  Array plain(const Call& call, const Json& place) {  // contiguous
-    Array made = operand(place);
-    if (!made.contiguous())
-      fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " on a tensor that is not contiguous");
+  Array plain(const Json& place) {  // contiguous: itself or a copy
+    const Array found = operand(place);
+    if (found.contiguous()) return found;
+    Array made = found;
+    made.strides = dense_strides(found.shape);
+    const int64_t bytes = times(found.count(), bytes_of(found.dtype));
+    buffers_.push_back({arena_.take(bytes), bytes, beside_ ? kForever : now_});
+    made.at = {buffers_.back().at};
+    add(backend_.copy(found, made));
     return made;
   }
   Array floating(const Call& call, const char* name) {
-    Array made = plain(call, call[name]);
+    Array made = plain(call[name]);
     if (static_cast<int>(made.dtype) > static_cast<int>(DType::f64)) {
       fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " on ", name_of(made.dtype));
     }
@@ -380,6 +443,15 @@ class Planner {
     return sets_[inner.owner];
   }
 
+  Set set_at(const Json& sets, size_t i) const {
+    const Value& inner = value(sets[5 * i + 2]);
+    require(inner.kind == Value::Kind::index, "a kernel map has no set");
+    for (size_t part = 0; part < 5; ++part) {
+      require(ref_number(sets[5 * i + part]) == set_numbers_[inner.owner][part], "a set is of tensors of several");
+    }
+    return sets_[inner.owner];
+  }
+
   const Map& map_of(const Call& call) {
     const auto& parts = call["map"].array(backend_.map_parts());
     const Value& first = value(parts[0]);
@@ -390,14 +462,13 @@ class Planner {
     return maps_[first.owner];
   }
 
-  static Geometry geometry_of(const Json& json) {
-    json.array(12);
+  static Geometry geometry_of(const Json& json, size_t at) {
     Geometry made{};
     for (size_t i = 0; i < 3; ++i) {
-      made.size[i] = static_cast<int>(json[i].integer(1, kMaxKernel));
-      made.stride[i] = static_cast<int>(json[3 + i].integer(1, kMaxStride));
-      made.dilation[i] = static_cast<int>(json[6 + i].integer(1, kMaxOffset));
-      made.padding[i] = static_cast<int>(json[9 + i].integer(-kMaxOffset, kMaxOffset));
+      made.size[i] = static_cast<int>(json[at + i].integer(1, kMaxKernel));
+      made.stride[i] = static_cast<int>(json[at + 3 + i].integer(1, kMaxStride));
+      made.dilation[i] = static_cast<int>(json[at + 6 + i].integer(1, kMaxOffset));
+      made.padding[i] = static_cast<int>(json[at + 9 + i].integer(-kMaxOffset, kMaxOffset));
     }
     return made;
   }
@@ -406,7 +477,7 @@ class Planner {
     Step made{std::move(work), -1};
     if (made.work.scratch > 0) {
       made.scratch = arena_.take(made.work.scratch);
-      scratch_.push_back({made.scratch, made.work.scratch});
+      if (!beside_) scratch_.push_back({made.scratch, made.work.scratch});
     }
     made_.steps.push_back(std::move(made));
   }
@@ -415,6 +486,16 @@ class Planner {
   // ---- inputs, steps, results
 
   static vxm_dtype code(DType dtype) { return static_cast<vxm_dtype>(dtype); }
+
+  // A buffer of an input; it may have more columns than are given.
+  Array input(int64_t number, DType dtype, Dims shape) {
+    const auto wide = widths_.find(number);
+    if (wide != widths_.end()) {
+      require(shape.size() == 2 && wide->second >= shape[1], "an input has fewer columns than are given");
+      shape[1] = wide->second;
+    }
+    return array(number, dtype, std::move(shape), true);
+  }
 
   void inputs() {
     std::vector<int> roots;
@@ -436,7 +517,8 @@ class Planner {
       const DType type = dtype_named(dtype->string());
       const int64_t root = json["root"].integer(-1, INT32_MAX);
       made.level = -1;
-      made.info.kind = root < 0 ? VXM_TENSOR : VXM_VOXELS;
+      const Json& grid = json["grid"];
+      made.info.kind = root < 0 ? VXM_TENSOR : grid.is_null() ? VXM_VOXELS : VXM_POINTS;
       made.info.dtype = code(type);
       if (root >= 0) {
         require(static_cast<size_t>(root) < roots.size() && shape.size() == 1, "an input is of no level");
@@ -452,11 +534,21 @@ class Planner {
           if (i < 3) made.info.stride[i] = static_cast<int32_t>(stride[i]);
         }
         shape.insert(shape.begin(), rows);
-        made.coords = array(next(), DType::i32, {rows, 4}, true);
-        made.data = array(next(), type, shape, true);
-        made.count = array(next(), DType::i64, {1}, true);
+        if (grid.is_null()) {
+          made.where = input(next(), DType::i32, {rows, 4});
+        } else {
+          const Json* const points = grid["dtype"].word("dtype");
+          require(points != nullptr, "points have no dtype");
+          const DType point_type = dtype_named(points->string());
+          require(point_type <= DType::f64, "points are ", name_of(point_type));
+          made.info.point_dtype = code(point_type);
+          made.where = input(next(), point_type, {rows, 3});
+        }
+        made.data = input(next(), type, shape);
+        made.count = input(next(), DType::i64, {1});
+        if (!grid.is_null() && made.info.samples > 1) made.batch = input(next(), DType::i64, {rows});
       } else {
-        made.data = array(next(), type, shape, true);
+        made.data = input(next(), type, shape);
       }
       made.info.dims = static_cast<int32_t>(shape.size());
       std::copy(shape.begin(), shape.end(), made.info.shape);
@@ -466,11 +558,10 @@ class Planner {
   }
 
   void results() {
-    std::vector<Place> counts;
-    for (const Json& count : head_["counts"].array(made_.bounds.size())) counts.push_back(count_of(count));
     const auto level_of = [&](const Json& json) {
-      return static_cast<int>(json.integer(-1, static_cast<int64_t>(counts.size()) - 1));
+      return static_cast<int>(json.integer(-1, static_cast<int64_t>(counts_.size()) - 1));
     };
+    reports();
     for (const Json& json : head_["outputs"].array()) {
       Output made{};
       if (const Json* const voxels = json.word("voxels")) {
@@ -497,22 +588,29 @@ class Planner {
       if (made.info.level >= 0) {
         require(!made.data.shape.empty() && made.data.shape[0] == made_.capacities[made.info.level],
                 "a result and its level have different numbers of rows");
-        made.rows = counts[made.info.level];
+        made.rows = counts_[made.info.level];
+        require(made.rows.there(), "level ", made.info.level, " is made by no step");
       }
       made.info.dtype = code(made.data.dtype);
       made.info.dims = static_cast<int32_t>(made.data.shape.size());
       std::copy(made.data.shape.begin(), made.data.shape.end(), made.info.shape);
       made_.outputs.push_back(std::move(made));
     }
+  }
+
+  void reports() {
     for (const Json& json : head_["reports"].array()) {
-      json.array(3);
+      json.array(4);
       const Value& found = value(json[2]);
       require(found.kind == Value::Kind::status, "a report is no status");
-      Report made{json[0].string(), static_cast<int>(json[1].integer(-1, INT32_MAX)), found.part};
-      const bool level = made.kind == "index" || made.kind == "sites" || made.kind == "dense";
+      const int64_t line = json[3].integer(0, found.lines - 1);
+      Report made{json[0].string(), static_cast<int>(json[1].integer(-1, INT32_MAX)), found.part + line};
+      const bool level = made.kind == "index" || made.kind == "sites" || made.kind == "dense" || made.kind == "voxels";
       if (level || made.kind == "map") {
         const size_t most = level ? made_.bounds.size() : made_.rooms.size();
         require(made.number >= 0 && static_cast<size_t>(made.number) < most, "a report is of nothing");
+        const auto count = count_of_status_.find(found.part);
+        if (count != count_of_status_.end() && made.kind != "dense") counts_[made.number] = count->second;
       } else if (made.kind != "finite" && made.kind != "points") {
         fail(VXM_ERROR_UNSUPPORTED, "a report of kind '", made.kind, "'");
       }
@@ -533,16 +631,19 @@ class Planner {
         {"voxmma::sized_sites",
          {{"coords", "count", "inner", "first", "second", "bounds", "geometry", "to_children", "shape", "capacity"},
           &Planner::sites}},
-        {"voxmma::sized_map",
-         {{"in_coords", "in_count", "in_inner", "in_first", "in_second", "out_coords", "out_count", "out_inner",
-           "out_first", "out_second", "geometry", "reverse", "room"},
-          &Planner::map}},
+        {"voxmma::sized_voxels",
+         {{"points", "batch", "feats", "count", "box", "edge", "origin", "reduce", "capacity"}, &Planner::voxels}},
+        {"voxmma::sized_maps", {{"sets", "inputs", "outputs", "geometries", "reverse", "rooms"}, &Planner::maps}},
         {"voxmma::sized_rows", {{"x", "count"}, &Planner::rows}},
         {"voxmma::sized_finite", {{"x", "count"}, &Planner::finite}},
         {"voxmma::sized_dense", {{"x", "coords", "count", "samples", "shape", "origin"}, &Planner::dense}},
         {"voxmma::conv_fused",
          {{"x", "weight", "bias", "map", "n_out", "symmetric", "transpose", "accumulator", "tile", "out_dtype", "scale",
            "shift", "mean", "var", "eps", "residual", "activation", "slope", "packed"},
+          &Planner::conv}},
+        {"voxmma::conv_fused_into",
+         {{"x",     "weight", "bias", "map", "n_out", "symmetric", "transpose",  "accumulator", "tile",   "out_dtype",
+           "scale", "shift",  "mean", "var", "eps",   "residual",  "activation", "slope",       "packed", "out"},
           &Planner::conv}},
         {"voxmma::pool_sum",
          {{"x", "in_count", "out_count", "map", "map_t", "kernel_volume", "n_out", "symmetric", "mirror"},
@@ -553,6 +654,10 @@ class Planner {
         {"aten::cat", {{"tensors", "dim"}, &Planner::cat}},
         {"aten::add.Tensor", {{"self", "other", "alpha"}, &Planner::add_rows}},
         {"aten::relu", {{"self"}, &Planner::relu}},
+        {"aten::empty.memory_format",
+         {{"size", "dtype", "layout", "device", "pin_memory", "memory_format"}, &Planner::empty}},
+        {"aten::slice.Tensor", {{"self", "dim", "start", "end", "step"}, &Planner::slice}},
+        {"aten::copy_", {{"self", "src", "non_blocking"}, &Planner::copy_into}},
         {"aten::clone", {{"self", "memory_format"}, &Planner::clone}},
         {"aten::view", {{"self", "size"}, &Planner::view}},
         {"aten::_unsafe_view", {{"self", "size"}, &Planner::view}},
@@ -581,6 +686,7 @@ class Planner {
     made.bounds = bounds_of(call["bounds"]);
     made.set = make_set(made.set, ref_number(call["coords"]), ref_number(call["count"]), 0);
     made.status = status(3);
+    count_of_status_[made_.slots - 1] = made.set.count;
     add(backend_.index(made));
   }
 
@@ -589,7 +695,8 @@ class Planner {
     SitesCall made{};
     made.from = set_of(call, "");
     made.bounds = bounds_of(call["bounds"]);
-    made.geometry = geometry_of(call["geometry"]);
+    call["geometry"].array(12);
+    made.geometry = geometry_of(call["geometry"], 0);
     made.to_children = call.flag("to_children");
     const auto shape = call["shape"].integers(1, kCoordMax + 1);
     require(shape.empty() || shape.size() == 3, "a grid has ", shape.size(), " sides");
@@ -601,44 +708,101 @@ class Planner {
     made.to.count = array(count, DType::i64, {1}).at;
     made.to = make_set(made.to, coords, count, 2);
     made.status = status(5);
+    count_of_status_[made_.slots - 1] = made.to.count;
     add(backend_.sites(made));
   }
 
-  void map(const Call& call) {
-    MapCall made{};
-    made.in = set_of(call, "in_");
-    made.out = set_of(call, "out_");
-    made.geometry = geometry_of(call["geometry"]);
-    made.reverse = call.flag("reverse");
-    const Json* const room = call["room"].word("room");
-    require(room != nullptr && static_cast<size_t>(number_of(*room)) < made_.rooms.size(), "a map has no room");
-    const size_t plan = room->integer();
-    made.room = made_.rooms[plan];
-    made.map.n_in = made.in.capacity;
-    made.map.n_out = made.out.capacity;
-    made.map.volume = made.geometry.volume();
-    const size_t parts = backend_.map_parts();
-    outs(parts + 1);
-    const std::vector<int64_t> bytes = backend_.map_bytes(made);
-    std::vector<int64_t> numbers;
-    for (size_t i = 0; i < parts; ++i) {
-      Value value;
-      value.kind = Value::Kind::map;
-      value.owner = static_cast<int>(maps_.size());
-      const int64_t number = sure_out(i);
-      if (i < bytes.size()) {
-        value.buffer = buffer(bytes[i], number);
-        made.map.parts[i].offset = buffers_[value.buffer].at;
+  void maps(const Call& call) {
+    const Json& sets = call["sets"];
+    require(sets.array().size() % 5 == 0, "kernel maps have sets of another number of tensors");
+    const auto known = static_cast<int64_t>(sets.array().size() / 5);
+    const auto inputs = call["inputs"].integers(0, known - 1), outputs = call["outputs"].integers(0, known - 1);
+    const auto reverse = call["reverse"].integers(0, 1);
+    const size_t count = inputs.size(), parts = backend_.map_parts();
+    const auto& rooms = call["rooms"].array(count);
+    require(outputs.size() == count && reverse.size() == count, "kernel maps are of several numbers");
+    call["geometries"].array(12 * count);
+    outs(count * parts + 1);
+    std::vector<MapCall> made(count);
+    for (size_t i = 0; i < count; ++i) {
+      MapCall& one = made[i];
+      one.in = set_at(sets, inputs[i]);
+      one.out = set_at(sets, outputs[i]);
+      one.geometry = geometry_of(call["geometries"], 12 * i);
+      one.reverse = reverse[i] != 0;
+      const Json* const room = rooms[i].word("room");
+      require(room != nullptr && static_cast<size_t>(number_of(*room)) < made_.rooms.size(), "a map has no room");
+      const size_t plan = room->integer();
+      one.room = made_.rooms[plan];
+      one.map.n_in = one.in.capacity;
+      one.map.n_out = one.out.capacity;
+      one.map.volume = one.geometry.volume();
+      const std::vector<int64_t> bytes = backend_.map_bytes(one);
+      std::vector<int64_t> numbers;
+      for (size_t part = 0; part < parts; ++part) {
+        Value value;
+        value.kind = Value::Kind::map;
+        value.owner = static_cast<int>(maps_.size());
+        const int64_t number = sure_out(parts * i + part);
+        if (part < bytes.size()) {
+          value.buffer = buffer(bytes[part], number);
+          one.map.parts[part].offset = buffers_[value.buffer].at;
+        }
+        define(number, std::move(value));
+        numbers.push_back(number);
       }
-      define(number, std::move(value));
-      numbers.push_back(number);
+      maps_.push_back(one.map);
+      map_numbers_.push_back(numbers);
+      Limits& limits = made_.limits[plan];
+      limits.there = backend_.limits(one, &limits.passes, &limits.units);
     }
-    maps_.push_back(made.map);
-    map_numbers_.push_back(numbers);
-    made.status = status(parts);
-    Limits& limits = made_.limits[plan];
-    limits.there = backend_.limits(made, &limits.passes, &limits.units);
-    add(backend_.map(made));
+    const Place first = status(count * parts, static_cast<int64_t>(count));
+    for (size_t i = 0; i < count; ++i) made[i].status.offset = first.offset + 32 * static_cast<int64_t>(i);
+    add(backend_.maps(made));
+  }
+
+  void voxels(const Call& call) {
+    outs(4);
+    VoxelsCall made{};
+    made.points = floating(call, "points");
+    made.feats = floating(call, "feats");
+    const int64_t n = made.points.shape.empty() ? 0 : made.points.shape[0];
+    require(made.points.shape == Dims({n, 3}) && made.feats.shape.size() == 2 && made.feats.shape[0] == n && n >= 1 &&
+                n <= kMostRows && made.feats.shape[1] >= 1,
+            "points and features do not fit");
+    if (call.find("batch") != nullptr) {
+      const Array batch = plain(call["batch"]);
+      require(batch.dtype == DType::i64 && batch.shape == Dims{n}, "samples of points are no int64 of shape (N,)");
+      made.batch = batch.at;
+    }
+    made.count = count_of(call["count"]);
+    const Stored& box = stored(call["box"]);
+    require(box.dtype == DType::i32 && box.shape == Dims({2, 4}) && box.strides == dense_strides(box.shape),
+            "the box of points is no int32 of shape (2, 4)");
+    int ends[8];
+    std::memcpy(ends, box.data, sizeof(ends));
+    for (int i = 0; i < 8; ++i) {
+      const bool batch = i % 4 == 0;
+      require(ends[i] >= (batch ? 0 : kCoordMin) && ends[i] <= (batch ? kBatchMax : kCoordMax), "a box is too large");
+      (i < 4 ? made.box.low : made.box.high)[i % 4] = ends[i];
+    }
+    for (int i = 0; i < 3; ++i) {
+      call["edge"].array(3);
+      call["origin"].array(3);
+      made.edge[i] = call["edge"][i].real();
+      made.origin[i] = call["origin"][i].real();
+      require(made.edge[i] > 0 && std::isfinite(made.edge[i]) && std::isfinite(made.origin[i]), "cells have no size");
+    }
+    const std::string& reduce = call["reduce"].string();
+    if (reduce != "mean" && reduce != "sum") fail(VXM_ERROR_UNSUPPORTED, "voxels by '", reduce, "'");
+    made.mean = reduce == "mean";
+    made.capacity = size(call["capacity"]);
+    require(made.capacity >= 1 && made.capacity <= kMostRows, "a set has room for ", made.capacity, " rows");
+    made.coords = array(sure_out(0), DType::i32, {made.capacity, 4}).at;
+    made.out = array(sure_out(1), made.feats.dtype, {made.capacity, made.feats.shape[1]});
+    made.made = array(sure_out(2), DType::i64, {1}).at;
+    made.status = status(3);
+    add(backend_.voxels(made));
   }
 
   static int activation_of(const Json* json) {
@@ -706,13 +870,22 @@ class Planner {
       require(made.residual.dtype == out_type && made.residual.shape == Dims({made.map.n_out, channels}),
               "the residual of a convolution has another shape");
     }
-    made.out = array(sure_out(0), out_type, {made.map.n_out, channels});
+    if (call.find("out") != nullptr) {
+      made.out = operand(call["out"]);
+      require(!made.out.at.constant && made.out.dtype == out_type &&
+                  made.out.shape == Dims({made.map.n_out, channels}) && (channels == 1 || made.out.strides[1] == 1) &&
+                  made.out.strides[0] >= channels,
+              "a convolution writes into something of another shape");
+      require(out(0) < 0, call.name(), " has a result");
+    } else {
+      made.out = array(sure_out(0), out_type, {made.map.n_out, channels});
+    }
     add(backend_.conv(made));
   }
 
   Place counts_of(const Call& call, const char* name, int64_t rows) {
     if (call.find(name) == nullptr) return {};
-    const Array found = plain(call, call[name]);
+    const Array found = plain(call[name]);
     require(found.dtype == DType::i32 && found.shape == Dims{rows}, "'", name, "' of pooling has another shape");
     return found.at;
   }
@@ -754,7 +927,7 @@ class Planner {
 
   void rows(const Call& call) {
     outs(1);
-    const Array x = plain(call, call["x"]);
+    const Array x = plain(call["x"]);
     require(!x.shape.empty(), "rows of a number");
     const Place count = count_of(call["count"]);
     add(backend_.rows(x, count, array(sure_out(0), x.dtype, x.shape)));
@@ -834,6 +1007,61 @@ class Planner {
     add(backend_.relu(x, array(sure_out(0), x.dtype, x.shape)));
   }
 
+  void empty(const Call& call) {
+    outs(1);
+    const Json* const dtype = call["dtype"].word("dtype");
+    require(dtype != nullptr, "an empty tensor has no dtype");
+    Dims shape = sizes(call["size"]);
+    for (const int64_t side : shape) require(side >= 0, "a tensor has ", side, " rows");
+    array(sure_out(0), dtype_named(dtype->string()), std::move(shape));
+  }
+
+  // Output 0 as `seen`, which lies in the memory of `self`.
+  void alias(const Json& self, Array seen) {
+    Value made;
+    made.kind = Value::Kind::array;
+    made.array = std::move(seen);
+    if (self.word("ref") != nullptr) {
+      made.buffer = value(self).buffer;
+      Buffer& buffer = buffers_[made.buffer];
+      const auto last = last_.find(sure_out(0));
+      if (last != last_.end()) buffer.last = std::max(buffer.last, last->second);
+    }
+    define(sure_out(0), std::move(made));
+  }
+
+  void slice(const Call& call) {
+    outs(1);
+    Array x = operand(call["self"]);
+    const auto dims = static_cast<int64_t>(x.shape.size());
+    require(dims > 0, "a slice of a number");
+    int64_t dim = call.find("dim") == nullptr ? 0 : call["dim"].integer(-dims, dims - 1);
+    if (dim < 0) dim += dims;
+    const int64_t side = x.shape[dim];
+    const auto end_of = [&](const char* name, int64_t otherwise) {
+      if (call.find(name) == nullptr) return otherwise;
+      const int64_t at = size(call[name]);
+      return std::clamp<int64_t>(at < 0 ? at + side : at, 0, side);
+    };
+    const int64_t start = end_of("start", 0), end = std::max(start, end_of("end", side));
+    if (call.find("step") != nullptr && call["step"].integer() != 1)
+      fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " with a step");
+    if (dim == 0) fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " of rows");
+    x.shape[dim] = end - start;
+    if (x.count() > 0) x.at.offset += start * x.strides[dim] * bytes_of(x.dtype);
+    alias(call["self"], std::move(x));
+  }
+
+  void copy_into(const Call& call) {
+    outs(1);
+    const Array to = operand(call["self"]), from = operand(call["src"]);
+    if (to.dtype != from.dtype || to.shape != from.shape)
+      fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " of different shapes or dtypes");
+    require(!to.at.constant, "a step writes into a tensor of the file");
+    require(sure_out(0) == ref_number(call["self"]), call.name(), " makes a tensor");  // itself
+    add(backend_.copy(from, to));
+  }
+
   void clone(const Call& call) {
     outs(1);
     const Array x = operand(call["self"]);
@@ -848,7 +1076,8 @@ class Planner {
 
   void view(const Call& call) {
     outs(1);
-    const Array x = plain(call, call["self"]);
+    const Array x = operand(call["self"]);
+    if (!x.contiguous()) fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " of a tensor that is not contiguous");
     Dims shape = sizes(call["size"]);
     int64_t known = 1;
     int open = -1;
@@ -865,18 +1094,10 @@ class Planner {
       known = x.count();
     }
     require(known == x.count(), "a view has another size");
-    Value made;
-    made.kind = Value::Kind::array;
-    made.array = x;
-    made.array.strides = dense_strides(shape);
-    made.array.shape = std::move(shape);
-    if (call["self"].word("ref") != nullptr) {
-      made.buffer = value(call["self"]).buffer;
-      Buffer& buffer = buffers_[made.buffer];
-      const auto last = last_.find(sure_out(0));
-      if (last != last_.end()) buffer.last = std::max(buffer.last, last->second);
-    }
-    define(sure_out(0), std::move(made));
+    Array made = x;
+    made.strides = dense_strides(shape);
+    made.shape = std::move(shape);
+    alias(call["self"], std::move(made));
   }
 };
 

@@ -11,8 +11,8 @@ namespace vxm {
 
 struct Input {
   vxm_input_info info;
-  int level;  // -1: a tensor
-  Array coords, data, count;
+  int level;                        // -1: a tensor
+  Array where, data, count, batch;  // where: coordinates or points
 };
 
 struct Output {
@@ -24,7 +24,7 @@ struct Output {
 struct Report {
   std::string kind;
   int number;
-  int slot;  // of the status block
+  int64_t slot;  // of the status block
 };
 
 struct Limits {
@@ -43,16 +43,27 @@ struct Program {
   std::vector<Report> reports;
   std::vector<int64_t> capacities;
   std::vector<Bounds> bounds;  // of levels
+  std::vector<bool> given;     // whether a level is an input
   std::vector<double> rooms;
   std::vector<Limits> limits;  // of maps
   std::vector<Step> steps;
+  size_t side[2] = {0, 0};  // of `steps` those that may run beside the others: from the first, before the second
+  size_t join = 0;          // the first step that reads of them
   int64_t work_bytes = 0;
   int64_t status = 0, slots = 0;  // offset, and how many of 4 integers
 
   Program(const File& file, Backend& backend);
 
-  void run(const Frame& frame) const {
-    for (const Step& step : steps) step.work.run(frame, step.scratch < 0 ? nullptr : frame.work + step.scratch);
+  void run(const Frame& frame, Backend& backend) const {
+    Frame beside = frame;
+    for (size_t i = 0; i <= steps.size(); ++i) {
+      if (side[0] < side[1] && i == side[0]) beside.stream = backend.fork(frame.stream);
+      if (side[0] < side[1] && i == join) backend.join(frame.stream);
+      if (i == steps.size()) break;
+      const Step& step = steps[i];
+      step.work.run(i >= side[0] && i < side[1] ? beside : frame,
+                    step.scratch < 0 ? nullptr : frame.work + step.scratch);
+    }
   }
 };
 

@@ -34,4 +34,22 @@ struct Grid {
 cudaError_t scatter_dense(const Grid& grid, const void* x, int64_t row_bytes, const int* coords, int64_t n,
                           const int64_t* count, void* to, int64_t to_bytes, int64_t* status, cudaStream_t stream);
 
+// Runs of the first *count of n cells that lie in the same place, those outside of a box left out: sorted by (batch, x, y, z).
+// Run r is rows order[start[r]] .. order[start[r + 1] - 1], in the caller's order; where there are more than `capacity`, the
+// others are not told. status: [runs, smallest row outside of the box or -1, longest run, 0].
+struct Runs {
+  const int* cells;  // (n, 4)
+  int64_t n;
+  const int64_t* count;
+  int low[4], high[4];
+  int64_t capacity;
+  int* coords;    // (capacity, 4)
+  int64_t* made;  // runs, 0 where there are more than `capacity`
+  int64_t* status;
+  void* workspace;           // runs_workspace bytes, 256-byte aligned
+  const int *order, *start;  // made, in the workspace
+};
+size_t runs_workspace(int64_t n, int64_t capacity);
+cudaError_t find_runs(Runs* runs, cudaStream_t stream);
+
 }  // namespace vxm

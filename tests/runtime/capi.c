@@ -17,7 +17,7 @@ int main(int argc, char** argv) {
   vxm_engine* engine = (vxm_engine*)&options;
   vxm_engine_info info;
   vxm_input_info of;
-  vxm_input input = {NULL, NULL, 0};
+  vxm_input input = {NULL, NULL, 0, NULL};
   vxm_frame frame;
   int64_t rows = -1;
   if (argc != 2) return 2;
@@ -45,7 +45,7 @@ int main(int argc, char** argv) {
   EXPECT(vxm_engine_run(engine, &input, 1, NULL) == VXM_ERROR_ARGUMENT);
   input.rows = 1;
   EXPECT(vxm_engine_run(engine, &input, 1, NULL) == VXM_ERROR_ARGUMENT);
-  EXPECT(strcmp(vxm_last_error(), "coords of an input is null") == 0);
+  EXPECT(strcmp(vxm_last_error(), "coordinates or points of an input is null") == 0);
   EXPECT(strcmp(vxm_code_name(VXM_FRAME_DENSE), "VXM_FRAME_DENSE") == 0);
   vxm_engine_free(engine);
   vxm_engine_free(NULL);

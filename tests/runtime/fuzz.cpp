@@ -43,15 +43,17 @@ void run_frame(vxm_engine* engine, const std::string& how) {
   for (int32_t i = 0; i < info.inputs; ++i) {
     vxm_input_info of;
     if (vxm_engine_input(engine, i, &of) != VXM_OK) fail("no input", how);
-    int64_t rows = of.kind == VXM_VOXELS ? std::min<int64_t>(of.shape[0], 40) : 0, count = 1;
-    for (int32_t d = of.kind == VXM_VOXELS ? 1 : 0; d < of.dims; ++d) count *= of.shape[d];
+    const bool sparse = of.kind != VXM_TENSOR;
+    int64_t rows = sparse ? std::min<int64_t>(of.shape[0], 40) : 0, count = 1;
+    for (int32_t d = sparse ? 1 : 0; d < of.dims; ++d) count *= of.shape[d];
     if (count > (1 << 24)) return;
-    data[i].assign(static_cast<size_t>((of.kind == VXM_VOXELS ? rows : 1) * count) * vxm_dtype_size(of.dtype), 0);
+    data[i].assign(static_cast<size_t>((sparse ? rows : 1) * count) * vxm_dtype_size(of.dtype), 0);
     for (int32_t r = 0; r < rows; ++r) {  // within the bounds or not: both are to be told
       const int32_t row[4] = {0, of.low[1] + r % 4, of.low[2] + r / 4 % 4, of.low[3] + r / 16};
       coords[i].insert(coords[i].end(), row, row + 4);
+      if (of.kind == VXM_POINTS) coords[i].insert(coords[i].end(), row, row + 2);  // 3 numbers of up to 8 bytes
     }
-    inputs[i] = {coords[i].data(), data[i].data(), rows};
+    inputs[i] = {coords[i].data(), data[i].data(), rows, nullptr};
   }
   if (vxm_engine_run(engine, inputs.data(), info.inputs, nullptr) != VXM_OK) return;
   if (vxm_engine_status(engine, nullptr) != VXM_OK) return;

@@ -89,7 +89,7 @@ class InputInfo(ctypes.Structure):
     _fields_ = (
         ("kind", ctypes.c_int), ("dtype", ctypes.c_int), ("dims", ctypes.c_int32),
         ("shape", ctypes.c_int64 * 8), ("samples", ctypes.c_int32), ("low", ctypes.c_int32 * 4),
-        ("high", ctypes.c_int32 * 4), ("stride", ctypes.c_int32 * 3),
+        ("high", ctypes.c_int32 * 4), ("stride", ctypes.c_int32 * 3), ("point_dtype", ctypes.c_int),
     )  # fmt: skip
 
 
@@ -108,7 +108,10 @@ class EngineInfo(ctypes.Structure):
 
 
 class Input(ctypes.Structure):
-    _fields_ = (("coords", ctypes.c_void_p), ("data", ctypes.c_void_p), ("rows", ctypes.c_int64))
+    _fields_ = (
+        ("where", ctypes.c_void_p), ("data", ctypes.c_void_p), ("rows", ctypes.c_int64),
+        ("samples", ctypes.c_void_p),
+    )  # fmt: skip
 
 
 class Output(ctypes.Structure):
@@ -185,11 +188,11 @@ class Loaded:
         return made
 
     def run(self, *inputs: Any, stream: int | None = None) -> None:
-        """A frame of (coords, feats) and tensors."""
+        """A frame of (coords, feats), (points, feats, samples) and tensors."""
         given = [
-            Input(leaf[0].data_ptr(), leaf[1].data_ptr(), len(leaf[0]))
+            Input(leaf[0].data_ptr(), leaf[1].data_ptr(), len(leaf[0]), *(t.data_ptr() for t in leaf[2:]))
             if isinstance(leaf, tuple)
-            else Input(None, leaf.data_ptr(), 0)
+            else Input(None, leaf.data_ptr(), 0, None)
             for leaf in inputs
         ]
         array = (Input * len(given))(*given)

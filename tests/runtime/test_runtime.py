@@ -17,7 +17,7 @@ import voxmma
 from voxmma import models
 from voxmma import nn as vnn
 from voxmma.data.scenes import load_scan
-from voxmma.engine import compile, file, save
+from voxmma.engine import Points, compile, file, save
 from voxmma.nn import functional as F
 
 from conftest import random_coords
@@ -294,6 +294,47 @@ def test_voxels_outside_of_the_dense_grid(device: Device, library: Library, tmp_
         assert caught.value.code == "FRAME_DENSE" and caught.value.frame.row == 5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("samples", [1, 2])
+def test_points(samples: int, dtype: torch.dtype, device: Device, library: Library, tmp_path: Path) -> None:
+    """Voxels of points have the bits of Python's, means of real numbers, too."""
+    net = trained(vnn.SparseConv3d(5, 8, 3, stride=2), device, dtype, True)
+    both = lambda x: (net(x), x)  # noqa: E731
+
+    def points(n: int, seed: int) -> tuple[Any, Points]:
+        generator = torch.Generator().manual_seed(seed)
+        where = (3 * torch.rand(n, 3, generator=generator) - 1).to(device)
+        feats = torch.randn(n, 5, generator=generator).to(device, dtype)
+        batch = torch.randint(samples, (n,), generator=generator).to(device)
+        given = (where, feats, batch) if samples > 1 else (where, feats)
+        index = batch if samples > 1 else None
+        return given, Points(where, feats, 0.3, index, samples, origin=(0.1, 0.0, 0.2))
+
+    engine = compile(both, points(900, 1)[1], capacity=1000)
+    save(engine, tmp_path / "net.engine")
+    with library.load(tmp_path / "net.engine") as loaded:
+        assert loaded.inputs[0].kind == 2 and loaded.inputs[0].point_dtype == 2
+        for n in (900, 1, 0, 1000):
+            given, of_python = points(n, n)
+            wanted = engine(of_python).get()
+            loaded.run(given, stream=stream_of(device))
+            loaded.status()
+            coords, feats = loaded.read(1)
+            assert torch.equal(coords, wanted[1].coords.cpu()) and torch.equal(feats, wanted[1].feats.cpu())
+            assert torch.equal(loaded.read(0)[0], wanted[0].coords.cpu())
+        for row, value in ((7, torch.nan), (3, 1e9), (5, 400.0)):
+            given, _ = points(50, 2)
+            given[0][row, 1] = value
+            loaded.run(given, stream=stream_of(device))
+            with pytest.raises(RuntimeFault) as caught:
+                loaded.status()
+            assert caught.value.code == "FRAME_POINTS" and caught.value.frame.row == row
+        agree_points, of_python = points(80, 3)
+        loaded.run(agree_points, stream=stream_of(device))  # the engine is none the worse
+        loaded.status()
+        assert torch.equal(loaded.read(1)[1], engine(of_python).get()[1].feats.cpu())
+
+
 # ---- files -------------------------------------------------------------------------------------------------
 
 
@@ -344,9 +385,9 @@ def test_engines_that_do_not_fit(change: Callable[[dict[str, Any]], Any], messag
 
 def test_files_of_another_format(second: Path) -> None:
     content = bytearray(second.read_bytes())
-    content[8:12] = struct.pack("<I", 3)
+    content[8:12] = struct.pack("<I", 2)
     second.write_bytes(content)
-    with pytest.raises(RuntimeFault, match=r"ERROR_VERSION: .* has format 3, this version reads 2"):
+    with pytest.raises(RuntimeFault, match=r"ERROR_VERSION: .* has format 2, this version reads 3"):
         _library("cpu").load(second)
 
 

@@ -54,7 +54,9 @@ typedef enum vxm_code {
   VXM_FRAME_DUPLICATE = 21, /* a voxel twice */
   VXM_FRAME_CAPACITY = 22,  /* a level has more voxels than its capacity, or a kernel map more than its room */
   VXM_FRAME_DENSE = 23,     /* a voxel outside of the dense grid */
-  VXM_FRAME_FINITE = 24     /* features, or points, that are not finite */
+  VXM_FRAME_FINITE = 24,    /* features that are not finite */
+  VXM_FRAME_POINTS =
+      25 /* points that are not finite, outside of the engine's bounds or of no sample; too many in one voxel */
 } vxm_code;
 
 typedef enum vxm_dtype {
@@ -67,7 +69,8 @@ typedef enum vxm_dtype {
   VXM_UINT8 = 6
 } vxm_dtype;
 
-typedef enum vxm_kind { VXM_VOXELS = 0, VXM_TENSOR = 1 } vxm_kind;
+/* Points are an input in place of voxels: the engine makes these. */
+typedef enum vxm_kind { VXM_VOXELS = 0, VXM_TENSOR = 1, VXM_POINTS = 2 } vxm_kind;
 
 typedef struct vxm_engine vxm_engine;
 
@@ -88,11 +91,12 @@ typedef struct vxm_options {
 typedef struct vxm_input_info {
   vxm_kind kind;
   vxm_dtype dtype;             /* of features or tensor */
-  int32_t dims;                /* voxels: 2, (capacity, channels) */
-  int64_t shape[VXM_MAX_DIMS]; /* voxels: shape[0] is the most rows that a frame may have */
-  int32_t samples;             /* voxels: batch indices are 0 .. samples - 1 */
+  int32_t dims;                /* voxels, points: 2, (capacity, channels) */
+  int64_t shape[VXM_MAX_DIMS]; /* voxels, points: shape[0] is the most rows that a frame may have */
+  int32_t samples;             /* voxels, points: samples are 0 .. samples - 1 */
   int32_t low[4], high[4];     /* voxels: smallest and largest (batch, x, y, z) */
   int32_t stride[3];           /* voxels: tensor stride */
+  vxm_dtype point_dtype;       /* points: of positions */
 } vxm_input_info;
 
 typedef struct vxm_output_info {
@@ -114,9 +118,10 @@ typedef struct vxm_engine_info {
 /* What a frame gives in place of an input. Memory of the engine's device or of the host; contiguous. It is read by work
  * that is enqueued on the stream: it may be reused when that is done. */
 typedef struct vxm_input {
-  const int32_t* coords; /* voxels: (rows, 4) batch, x, y, z; distinct */
-  const void* data;      /* voxels: (rows, channels) features; tensor: its values */
-  int64_t rows;          /* voxels: 0 .. capacity */
+  const void* where;      /* voxels: int32 (rows, 4) batch, x, y, z, distinct; points: (rows, 3) positions */
+  const void* data;       /* voxels, points: (rows, channels) features; tensor: its values */
+  int64_t rows;           /* voxels, points: 0 .. capacity */
+  const int64_t* samples; /* points: (rows) sample of each, or null: all of sample 0 */
 } vxm_input;
 
 /* A result, on the engine's device. Rows from *rows on mean nothing. */

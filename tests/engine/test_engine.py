@@ -990,7 +990,9 @@ def test_files_that_are_no_engine_of_this_machine(tmp_path: Path) -> None:
     content = path.read_bytes()
     other = path.with_name("other.engine")
     other.write_bytes(content[:8] + (file._FORMAT - 1).to_bytes(4, "little") + content[12:])
-    with pytest.raises(EngineError, match=f"has format {file._FORMAT - 1}, this version reads {file._FORMAT}"):
+    with pytest.raises(
+        EngineError, match=f"has format {file._FORMAT - 1}, this version reads {file._FORMAT}"
+    ):
         load(other)
     for operator, message in (
         ("aten::from_file.default", "belongs to no network"),

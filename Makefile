@@ -4,8 +4,15 @@
 #                                                         make quick    its fast part, on two cores
 #   make lint     ruff, mypy, layers                              make format   ruff and clang-format, in place
 #   make build    the extension, in place                   make bench    benchmarks of this machine's GPU
+<<<<<<< HEAD
 #   make docs     README's and docs' tables from            make site     web pages of docs/ and the API's reference, into build/site
 #                 benchmarks/results, into which RAW="a.json b.json" puts what benchmarks/*.py measured
+||||||| b6c9f22
+#   make docs     README tables from benchmarks/results     make site     web pages of docs/ and the API's reference, into build/site
+=======
+#   make runtime  libvoxmma (engines without Python) and its example, for CPUs, in build/runtime-cpu
+#   make docs     README tables from benchmarks/results     make site     web pages of docs/ and the API's reference, into build/site
+>>>>>>> runtime
 #   make clean    build files (not the environment)
 #
 # Variables: PYTHON (interpreter for a new environment), VENV (environment to use; an active one by default, else .venv),
@@ -22,7 +29,7 @@ DEPS := $(VENV)/.voxmma-deps
 BUILT := $(VENV)/.voxmma-built
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: demo test quick lint format build bench docs site clean
+.PHONY: demo test quick lint format build runtime bench docs site clean
 
 demo: $(BUILT)
 	@$(PY) -c "import importlib.metadata as m; print('torch', m.version('torch'), 'of', m.distribution('torch').locate_file(''))"
@@ -43,9 +50,13 @@ lint: $(BUILT)
 format: $(BUILT)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(VENV)/bin/clang-format -i $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
+	$(VENV)/bin/clang-format -i $(shell find csrc runtime examples/cpp tests/runtime -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.c')
 
 build: $(BUILT)
+
+runtime: $(DEPS)
+	$(VENV)/bin/cmake -S runtime -B build/runtime-cpu -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja -DVOXMMA_EXAMPLES=ON
+	$(VENV)/bin/cmake --build build/runtime-cpu
 
 bench: $(BUILT)
 	$(PY) -m voxmma bench $(ARGS)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 import math
 import pickle
 import threading
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from torch import nn
 import voxmma
 from voxmma import models
 from voxmma import nn as vnn
-from voxmma.engine import Engine, EngineError, Points, compile, load, optimise, save
+from voxmma.engine import Engine, EngineError, Points, compile, file, load, optimise, save
 from voxmma.engine.optimise import beside
 from voxmma.engine.program import Ref, reads
 from voxmma.nn import functional as F
@@ -973,15 +971,11 @@ def test_bounded_grids(device: Device, tmp_path: Path) -> None:
 
 def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     """A copy of a file with another head."""
-    with zipfile.ZipFile(path) as archive:
-        content = {name: archive.read(name) for name in archive.namelist()}
-    head = json.loads(content["engine.json"])
+    head, tensors = file._read(path)
+    sizes = [len(tensor) for tensor in tensors]
     change(head)
-    content["engine.json"] = json.dumps(head).encode()
     made = path.with_name("edited.engine")
-    with zipfile.ZipFile(made, "w") as archive:
-        for name, data in content.items():
-            archive.writestr(name, data)
+    file._write(made, head, map(bytes, tensors), sizes)
     return made
 
 
@@ -993,8 +987,13 @@ def test_files_that_are_no_engine_of_this_machine(tmp_path: Path) -> None:
         wrong = edited(path, lambda head: head["machine"].update({name: value}))  # noqa: B023
         with pytest.raises(EngineError, match=rf"is for {name}|is no engine"):
             load(wrong)
-    with pytest.raises(EngineError, match="has format 1, this version reads 2"):
-        load(edited(path, lambda head: head.update(format=1)))
+    content = path.read_bytes()
+    other = path.with_name("other.engine")
+    other.write_bytes(content[:8] + (file._FORMAT - 1).to_bytes(4, "little") + content[12:])
+    with pytest.raises(
+        EngineError, match=f"has format {file._FORMAT - 1}, this version reads {file._FORMAT}"
+    ):
+        load(other)
     for operator, message in (
         ("aten::from_file.default", "belongs to no network"),
         ("prims::add.default", "is not one of aten or voxmma"),
@@ -1003,16 +1002,22 @@ def test_files_that_are_no_engine_of_this_machine(tmp_path: Path) -> None:
         wrong = edited(path, lambda head: head["steps"][0].__setitem__(0, operator))  # noqa: B023
         with pytest.raises(EngineError, match=message):
             load(wrong)
-    with pytest.raises(EngineError, match="a tensor has another size"):
-        load(edited(path, lambda head: head["tensors"][0].__setitem__(1, [3])))
+    for place, value, message in (
+        (1, [1 << 40], "is not in it"),
+        (1, [-1], "is not in it|is no engine"),
+        (2, [0, 0], "axes are no permutation"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            load(edited(path, lambda head: head["tensors"][0].__setitem__(place, value)))  # noqa: B023
     cut = tmp_path / "cut.engine"
-    cut.write_bytes(path.read_bytes()[:-2000])
-    with pytest.raises(EngineError, match="is no engine"):
-        load(cut)
+    for length, message in ((-2000, "is damaged: it has"), (20, "is no engine"), (0, "is no engine")):
+        cut.write_bytes(path.read_bytes()[:length])
+        with pytest.raises(EngineError, match=message):
+            load(cut)
     flipped = bytearray(path.read_bytes())
     flipped[len(flipped) // 2] ^= 0xFF
     cut.write_bytes(flipped)
-    with pytest.raises(EngineError, match=r"is damaged: tensors|is no engine"):
+    with pytest.raises(EngineError, match="is damaged: its checksum is another"):
         load(cut)
     with pytest.raises(OSError):
         load(tmp_path / "none.engine")

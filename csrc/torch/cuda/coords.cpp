@@ -6,6 +6,7 @@
 
 #include "../module.h"
 #include "launch.h"
+#include "voxmma/room.h"
 
 namespace voxmma {
 namespace {
@@ -408,15 +409,6 @@ struct TileTensors {
   }
 };
 
-// Room for passes and uniq as a rule. Surfaces list 1.6 unique rows for each row of the larger side in one pass per
-// kPassOffsets offsets, full grids 2.4.
-void usual_room(PlanArgs& args) {
-  const int64_t groups = empty_passes(static_cast<int>(volume_of(args))), tiles = tiles_of(args);
-  const int64_t rows = groups * std::max(args.n_in, args.n_out) * 5 / 2;
-  args.uniq4_capacity = rows / 4 + 1;
-  args.pass_capacity = tiles * groups + tiles / 4 + rows / kUniqueMax;
-}
-
 std::tuple<int64_t, int64_t, int64_t, int64_t> plan_room_cuda(int64_t n_out, int64_t n_in, const Ints& size,
                                                               const Ints& start, const Ints& step, const Ints& mul,
                                                               const Ints& div) {
@@ -425,11 +417,9 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> plan_room_cuda(int64_t n_out, int
   copy_rule(size, start, step, mul, div, args);
   args.n_out = n_out;
   args.n_in = n_in;
-  usual_room(args);
   int64_t most_passes, most_uniq4;
-  plan_bounds(args, &most_passes, &most_uniq4);
-  return {std::min(args.pass_capacity, most_passes), std::min(args.uniq4_capacity, most_uniq4), most_passes,
-          most_uniq4};
+  plan_room(args, &most_passes, &most_uniq4);
+  return {args.pass_capacity, args.uniq4_capacity, most_passes, most_uniq4};
 }
 
 // Rows and pairs of a plan are counted on the device. Where bounds are known that take no more room than the usual guess,

@@ -1,15 +1,18 @@
 """Engines as files: data alone, a list of operators and tensors, never unpickled.
 
-A zip archive of uncompressed entries: `engine.json`, and the bytes of every tensor. Operators are those of
-aten and of voxmma that a program may hold; a file can make this process compute, and nothing else.
+The layout is that of docs/runtime.md: 32 bytes, a head in JSON, the bytes of every tensor. Operators are
+those of aten and of voxmma that a program may hold; a file can make this process compute, and nothing else.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import zipfile
-from collections.abc import Iterator, Sequence
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -43,8 +46,12 @@ from voxmma.engine.program import (
 from voxmma.sparse.derive import Derived
 from voxmma.sparse.geometry import Geometry
 
-_FORMAT = 2
-_HEAD = "engine.json"
+_FORMAT = 3
+_MAGIC = b"VXENGINE"
+_PREFIX = struct.Struct("<8sIIQQ")
+"""magic, format, CRC-32 of what follows these 16 bytes, bytes of the file, bytes of the head"""
+_SUMMED = 16
+_ALIGNED = 64  # tensors begin at multiples of it
 _PLACES = {"ref": Ref, "const": Const, "capacity": Capacity, "room": Room}
 _KINDS = {kind: name for name, kind in _PLACES.items()}
 #: Operators without an operand: others of these read files, or make what a program never makes.
@@ -129,11 +136,10 @@ def save(engine: Engine, path: str | Path) -> None:
     inputs = [_input(given) for given in engine._inputs]
     with engine._lock:
         head = {
-            "format": _FORMAT,
             "machine": machine(engine.device),
             "grow": engine.grow,
             "capacities": engine._instance.capacities,
-            "rooms": engine._instance.rooms,
+            "rooms": [_encoded(float(room)) for room in engine._instance.rooms],
             "needs": engine._needs,
             "inputs": inputs,
             "built": _spec(engine._spec),
@@ -157,10 +163,36 @@ def save(engine: Engine, path: str | Path) -> None:
                 [_word(t.dtype), list(t.shape), _axes(t), t.device.type] for t in program.consts
             ],
         }  # fmt: skip
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(_HEAD, json.dumps(head, indent=1))
-        for number, tensor in enumerate(program.consts):
-            archive.writestr(f"tensors/{number}", _bytes(tensor))
+    _write(path, head, map(_bytes, program.consts), [tensor.nbytes for tensor in program.consts])
+
+
+def _write(path: str | Path, head: dict[str, Any], tensors: Iterable[bytes], sizes: Sequence[int]) -> None:
+    """A file of a head, whose tensors get their places, and their bytes, of these sizes.
+
+    It appears under its name once it is whole.
+    """
+    places = [0, *itertools.accumulate(_up(size) for size in sizes)]
+    listed = [[*entry[:4], place] for entry, place in zip(head["tensors"], places, strict=False)]
+    text = json.dumps({**head, "tensors": listed}, separators=(",", ":")).encode()
+    prefix = _PREFIX.pack(_MAGIC, _FORMAT, 0, _up(_PREFIX.size + len(text)) + places[-1], len(text))
+    part = Path(f"{path}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(prefix[:_SUMMED])
+            crc = 0
+            for data in itertools.chain([prefix[_SUMMED:] + text], tensors):
+                filled = data.ljust(_up(file.tell() + len(data)) - file.tell(), b"\0")
+                crc = zlib.crc32(filled, crc)
+                file.write(filled)
+            file.seek(len(_MAGIC))
+            file.write(struct.pack("<II", _FORMAT, crc))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _up(size: int) -> int:
+    return size + -size % _ALIGNED
 
 
 def _input(given: Input) -> dict[str, Any]:
@@ -188,6 +220,29 @@ def _data(path: str | Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise EngineError(f"{path} is no engine: {type(error).__name__}: {error}") from error
+
+
+def _read(path: str | Path) -> tuple[dict[str, Any], list[memoryview]]:
+    """The head of a file, and the bytes of its tensors. EngineError for one that is cut or damaged."""
+    content = memoryview(Path(path).read_bytes())
+    if content[: len(_MAGIC)] != _MAGIC or len(content) < _PREFIX.size:
+        raise EngineError(f"{path} is no engine")
+    _, found, crc, size, length = _PREFIX.unpack(content[: _PREFIX.size])
+    if found != _FORMAT:
+        raise EngineError(f"{path} has format {found}, this version reads {_FORMAT}")
+    if size != len(content):
+        raise EngineError(f"{path} is damaged: it has {len(content):,} bytes and says {size:,}")
+    if zlib.crc32(content[_SUMMED:]) != crc:
+        raise EngineError(f"{path} is damaged: its checksum is another")
+    head = json.loads(bytes(content[_PREFIX.size : _PREFIX.size + length]))
+    stored = content[_up(_PREFIX.size + length) :]
+    tensors = []
+    for dtype, shape, _, _, begin in head["tensors"]:
+        nbytes = math.prod(shape) * _NAMED["dtype"][dtype].itemsize
+        if not 0 <= begin <= len(stored) - nbytes or nbytes < 0:
+            raise EngineError(f"{path} is damaged: a tensor of {nbytes:,} bytes is not in it")
+        tensors.append(stored[begin : begin + nbytes])
+    return head, tensors
 
 
 class _Reader:
@@ -237,10 +292,10 @@ def _geometry(parts: Sequence[Sequence[int]]) -> Geometry:
 
 
 def _tensor(
-    content: bytes, dtype: torch.dtype, shape: list[int], axes: list[int], device: torch.device
+    content: memoryview, dtype: torch.dtype, shape: list[int], axes: list[int], device: torch.device
 ) -> Tensor:
-    if len(content) != math.prod(shape) * dtype.itemsize or sorted(axes) != list(range(len(shape))):
-        raise EngineError("a tensor has another size than the file says")
+    if sorted(axes) != list(range(len(shape))):
+        raise EngineError("a tensor's axes are no permutation")
     flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     if content:
         flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -278,30 +333,24 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
     PyTorch, or for another card.
     """
     with _data(path):
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-            if broken is not None:
-                raise EngineError(f"{path} is damaged: {broken}")
-            head = json.loads(archive.read(_HEAD))
-            if head.get("format") != _FORMAT:
-                raise EngineError(f"{path} has format {head.get('format')!r}, this version reads {_FORMAT}")
-            made_on = head["machine"]
-            target = torch.empty(0, dtype=torch.uint8, device=device or made_on["device"]).device
-            here = machine(target)
-            for name, wanted in made_on.items():
-                if here.get(name) != wanted:
-                    raise EngineError(f"{path} is for {name} {wanted}, this is {here.get(name)}")
-            reader = _Reader(target)
-            consts = [
-                _tensor(
-                    archive.read(f"tensors/{number}"),
-                    _NAMED["dtype"][dtype],
-                    shape,
-                    axes,
-                    torch.device("cpu") if place == "cpu" else target,
-                )
-                for number, (dtype, shape, axes, place) in enumerate(head["tensors"])
-            ]
+        head, contents = _read(path)
+        made_on = head["machine"]
+        target = torch.empty(0, dtype=torch.uint8, device=device or made_on["device"]).device
+        here = machine(target)
+        for name, wanted in made_on.items():
+            if here.get(name) != wanted:
+                raise EngineError(f"{path} is for {name} {wanted}, this is {here.get(name)}")
+        reader = _Reader(target)
+        consts = [
+            _tensor(
+                content,
+                _NAMED["dtype"][dtype],
+                shape,
+                axes,
+                torch.device("cpu") if place == "cpu" else target,
+            )
+            for content, (dtype, shape, axes, place, _) in zip(contents, head["tensors"], strict=True)
+        ]
         levels = [
             Level(
                 (steps[0], *(step if step == CELLS else _derived(*step) for step in steps[1:])),
@@ -347,6 +396,7 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
             for given in head["inputs"]
         ]
         return Engine(
-            program, inputs, pytree.treespec_loads(head["built"]), head["capacities"], head["rooms"], target,
+            program, inputs, pytree.treespec_loads(head["built"]), head["capacities"],
+            [reader.decoded(room) for room in head["rooms"]], target,
             bool(head["grow"]), head["needs"],
         )  # fmt: skip

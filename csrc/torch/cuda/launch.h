@@ -28,8 +28,11 @@ void check_cuda(cudaError_t error, const char* what, at::Device device);
 std::string driver_problem(int driver, int runtime);
 
 struct DeviceInfo : DeviceFacts {
-  bool sm90;  // this build has kernels of TileConfig::arch 90, and they run on it
+  bool sm80, sm90;  // this build has kernels of TileConfig::arch 80 and 90, and they run on it
 };
+
+// Asked once a device; an error where the driver is too old.
+DeviceInfo device_info(at::Device device);
 
 // Device, current stream and device properties of one call. The kernel library has a CUDA runtime of its own (static),
 // so its idea of the current device is set beside torch's; both stand for the same driver context.

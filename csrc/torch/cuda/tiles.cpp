@@ -74,10 +74,7 @@ double mma_rate_cuda(int64_t kind) {
 }
 
 int64_t shared_memory(int64_t device) {
-  DeviceFacts facts{};
-  check_cuda(device_facts(static_cast<int>(device), &facts), "cudaDeviceGetAttribute",
-             at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device)));
-  return facts.shared_memory;
+  return device_info(at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device))).shared_memory;
 }
 
 py::list kernel_configs() {

@@ -5,6 +5,7 @@
 #   make lint     ruff, mypy, layers                              make format   ruff and clang-format, in place
 #   make build    the extension, in place                   make bench    benchmarks of this machine's GPU
 #   make docs     README tables from benchmarks/results     make site     web pages of docs/ and the API's reference, into build/site
+#   make wheel    wheels for any torch, into dist (PYTHONS: interpreters, one wheel each)
 #   make clean    build files (not the environment)
 #
 # Variables: PYTHON (interpreter for a new environment), VENV (environment to use; an active one by default, else .venv),
@@ -14,14 +15,15 @@ PYTHON ?= python3
 VENV ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
 TORCH ?= torch==2.13.0
 ARGS ?=
+PYTHONS ?= $(PYTHON)
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 DEPS := $(VENV)/.voxmma-deps
 BUILT := $(VENV)/.voxmma-built
-SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py
+SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py python/voxmma/_binding.py
 
-.PHONY: demo test quick lint format build bench docs site clean
+.PHONY: demo test quick lint format build bench docs site wheel clean
 
 demo: $(BUILT)
 	@$(PY) -c "import importlib.metadata as m; print('torch', m.version('torch'), 'of', m.distribution('torch').locate_file(''))"
@@ -55,6 +57,9 @@ docs: $(BUILT)
 site: $(BUILT)
 	$(PIP) install -q --no-build-isolation -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+wheel:
+	$(PYTHON) wheels/build.py $(PYTHONS)
 
 clean:
 	rm -rf build python/*.egg-info python/voxmma/_C.*.so $(BUILT)

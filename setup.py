@@ -492,6 +492,10 @@ def main() -> None:
     class BuildExt(build_ext):
         """Hands the one extension to the functions above."""
 
+        def run(self) -> None:
+            self.into_sources = bool(self.inplace)  # setuptools builds elsewhere, and copies afterwards
+            super().run()
+
         def build_extension(self, ext: Extension) -> None:
             compiler, path = (
                 binding.find_compiler(os.environ),
@@ -501,7 +505,7 @@ def main() -> None:
                 (ROOT / "build").mkdir(exist_ok=True)
                 with open(ROOT / "build" / ".lock", "w") as lock:  # one build at a time in this tree
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                    if self.inplace:
+                    if self.into_sources:
                         build_in_place(compiler, path, os.environ)
                     else:
                         path.unlink(missing_ok=True)

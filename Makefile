@@ -4,15 +4,10 @@
 #                                                         make quick    its fast part, on two cores
 #   make lint     ruff, mypy, layers                              make format   ruff and clang-format, in place
 #   make build    the extension, in place                   make bench    benchmarks of this machine's GPU
-<<<<<<< HEAD
 #   make docs     README's and docs' tables from            make site     web pages of docs/ and the API's reference, into build/site
 #                 benchmarks/results, into which RAW="a.json b.json" puts what benchmarks/*.py measured
-||||||| b6c9f22
-#   make docs     README tables from benchmarks/results     make site     web pages of docs/ and the API's reference, into build/site
-=======
 #   make runtime  libvoxmma (engines without Python) and its example, for CPUs, in build/runtime-cpu
-#   make docs     README tables from benchmarks/results     make site     web pages of docs/ and the API's reference, into build/site
->>>>>>> runtime
+#   make wheel    wheels for any torch, into dist (PYTHONS: interpreters, one wheel each)
 #   make clean    build files (not the environment)
 #
 # Variables: PYTHON (interpreter for a new environment), VENV (environment to use; an active one by default, else .venv),
@@ -22,14 +17,15 @@ PYTHON ?= python3
 VENV ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
 TORCH ?= torch==2.13.0
 ARGS ?=
+PYTHONS ?= $(PYTHON)
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 DEPS := $(VENV)/.voxmma-deps
 BUILT := $(VENV)/.voxmma-built
-SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py
+SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py python/voxmma/_binding.py
 
-.PHONY: demo test quick lint format build runtime bench docs site clean
+.PHONY: demo test quick lint format build runtime bench docs site wheel clean
 
 demo: $(BUILT)
 	@$(PY) -c "import importlib.metadata as m; print('torch', m.version('torch'), 'of', m.distribution('torch').locate_file(''))"
@@ -68,6 +64,9 @@ docs: $(BUILT)
 site: $(BUILT)
 	$(PIP) install -q --no-build-isolation -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+wheel:
+	$(PYTHON) wheels/build.py $(PYTHONS)
 
 clean:
 	rm -rf build python/*.egg-info python/voxmma/_C.*.so $(BUILT)

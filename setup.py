@@ -1,4 +1,8 @@
-"""Builds voxmma._C: the torch-free kernel library by CMakeLists.txt, then csrc/torch against torch.
+"""Builds the torch-free kernel library by CMakeLists.txt, and the binding of csrc/torch for a torch or more.
+
+In place, for the interpreter and the torch at hand, as one file: ``python setup.py build_ext --inplace``.
+A wheel and ``pip install .`` have the kernel library as a shared object, beside it a binding for the torch
+that is installed, or for those of VOXMMA_WHEEL, and the binding's sources (python/voxmma/_extension.py).
 
 Environment variables (all optional):
 
@@ -7,12 +11,13 @@ TORCH_CUDA_ARCH_LIST   architectures, default "8.0;9.0a"; 9.0 means 9.0a (Hopper
                        and 9.0+PTX add PTX for newer cards, without Hopper kernels
 CUDA_HOME, CUDA_PATH   the CUDA toolkit; else the nvcc on PATH leads to it
 VOXMMA_CUTLASS_DIR     CUTLASS' headers (else third_party/cutlass, the nvidia-cutlass wheel, a download)
+VOXMMA_WHEEL           a wheel for any machine with glibc 2.28: bindings for these minor versions of torch
+                       ("2.11 2.13"), or "all" of wheels/torch.txt, whose headers are fetched
 MAX_JOBS               compiler processes at a time, default 2
 VOXMMA_LINEINFO        1: keep source lines in the kernels, for profilers and compute-sanitizer
 VOXMMA_RACECHECK       1: a build that compute-sanitizer's racecheck can follow (csrc/common/memory.cuh: why)
 
 Build files stay in build/, by architecture and Python, so that a second build compiles only what changed.
-In place, for the interpreter at hand: ``python setup.py build_ext --inplace``.
 """
 
 from __future__ import annotations
@@ -23,26 +28,41 @@ import importlib.util
 import os
 import platform
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import zipfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent
-CUTLASS_PIN = "nvidia-cutlass==4.2.0.0"
+
+
+def load(path: str) -> ModuleType:
+    """A module of this tree by its path; nothing of voxmma is imported."""
+    name = f"voxmma_setup_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+if TYPE_CHECKING:
+    from voxmma import _binding as binding
+    from voxmma._binding import BuildError, Torch
+else:
+    binding = load("python/voxmma/_binding.py")
+    BuildError, Torch = binding.BuildError, binding.Torch
+CUTLASS_PINS, TORCH_PINS = ROOT / "wheels" / "cutlass.txt", ROOT / "wheels" / "torch.txt"
 DEFAULT_ARCHS = "8.0;9.0a"
 ARCH_NAMES = {"Ampere": "8.0;8.6", "Ada": "8.9", "Hopper": "9.0", "Blackwell": "10.0;12.0"}
-
-
-class BuildError(RuntimeError):
-    """A build that cannot go on, with what to do about it."""
 
 
 @dataclass(frozen=True)
@@ -193,34 +213,85 @@ def locate(package: str) -> Path | None:
     return Path(found).parent if found else None
 
 
-@dataclass(frozen=True)
-class Torch:
-    """The torch that voxmma will run with."""
+def fetch(
+    requirements: list[str], kept: tuple[str, ...], target: Path, options: tuple[str, ...] = ()
+) -> None:
+    """Downloads one wheel by pip and keeps what begins as `kept` in `target`, at once or not at all.
 
-    folder: Path
-    version: str  # "2.13.0+cpu"
-    cuda: str | None  # torch.version.cuda
-    cxx11_abi: bool
-
-
-def find_torch() -> Torch:
-    """torch of the environment being installed into, so that the binding fits the torch it will run with."""
-    folder = locate("torch")
-    if folder is None:
-        raise BuildError("torch is not installed, and voxmma is built against it: pip install 'torch>=2.8'")
-    return read_torch(folder)
-
-
-def read_torch(folder: Path) -> Torch:
-    """The torch in a folder.
-
-    Its files are read and it is not imported: pip's isolated build hides it, and a CUDA build of torch can be
-    linked to on a machine where it cannot be loaded.
+    requirements: lines of a requirements file; a hash in them must be that of the wheel.
     """
-    facts: dict[str, Any] = {}
-    exec((folder / "version.py").read_text(), facts)
-    config = (folder / "share" / "cmake" / "Torch" / "TorchConfig.cmake").read_text()
-    return Torch(folder, facts["__version__"], facts["cuda"], "_GLIBCXX_USE_CXX11_ABI=0" not in config)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as name:
+        (Path(name) / "requirements.txt").write_text("\n".join(requirements) + "\n")
+        # -I: pip of the environment itself, which pip's isolated build hides.
+        command = [
+            sys.executable,
+            "-I",
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-cache-dir",
+            "--no-deps",
+            *options,
+        ]
+        command += ["-d", name, "-r", str(Path(name) / "requirements.txt")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        wheels = sorted(Path(name).glob("*.whl"))
+        if done.returncode != 0 or not wheels:
+            raise BuildError(f"downloading {requirements[0].split()[0]} failed:\n{done.stderr.strip()}")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            wheel.extractall(Path(name) / "kept", [n for n in wheel.namelist() if n.startswith(kept)])
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.move(Path(name) / "kept", target)
+
+
+def torch_pins() -> dict[str, str]:
+    """The line of wheels/torch.txt for each minor version, "2.11"."""
+    lines = [line for line in TORCH_PINS.read_text().splitlines() if line.startswith("torch==")]
+    return {".".join(map(str, binding.minor_of(line.removeprefix("torch==")))): line for line in lines}
+
+
+def fetch_torch(requirement: str, name: str) -> Torch:
+    """The headers of a torch, without its libraries, kept in build/torch-headers/<name>."""
+    folder = ROOT / "build" / "torch-headers" / name
+    if not (folder / "torch" / "include").exists():
+        say(f"fetching the headers of {requirement.split()[0]}")
+        # Any Python's wheel has them; this machine's Python may have none of this torch.
+        pinned = ("--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "--python-version=3.12")
+        kept = ("torch/include/", "torch/version.py", "torch/share/cmake/Torch/TorchConfig.cmake")
+        fetch([requirement], kept, folder, pinned if "--hash" in requirement else ())
+    return binding.read_torch(folder / "torch")
+
+
+def find_torches(env: Mapping[str, str]) -> list[Torch]:
+    """The torches to build bindings for: those of VOXMMA_WHEEL, else that of the environment.
+
+    Where an installation has none (pip's isolated build for a new environment), it gets the newest, and so
+    does the binding; its headers are fetched and nothing else.
+    """
+    folder = locate("torch")
+    here = binding.read_torch(folder) if folder is not None else None
+    if not env.get("VOXMMA_WHEEL"):
+        if here is None and "setuptools.build_meta" not in sys.modules:
+            raise BuildError(
+                "torch is not installed, and voxmma is built against it: pip install 'torch>=2.8'"
+            )
+        return [here or fetch_torch("torch>=2.8", "newest")]
+    pins = torch_pins()
+    wanted = list(pins) if env["VOXMMA_WHEEL"] == "all" else env["VOXMMA_WHEEL"].split()
+    found = []
+    for minor in wanted:
+        if here is not None and binding.folder_of(here.version, here.cxx11_abi) == minor:
+            found.append(here)
+        elif minor in pins:
+            found.append(fetch_torch(pins[minor], minor))
+        else:
+            raise BuildError(
+                f"VOXMMA_WHEEL={env['VOXMMA_WHEEL']!r}: {minor!r} is neither the torch installed nor one of "
+                f"{', '.join(pins)} (wheels/torch.txt)"
+            )
+    return found
 
 
 def _has_cute(folder: Path) -> bool:
@@ -248,25 +319,20 @@ def find_cutlass(root: Path, env: Mapping[str, str]) -> Path | None:
 
 def fetch_cutlass(build: Path) -> Path:
     """CUTLASS' headers out of the nvidia-cutlass wheel, downloaded by pip into build/."""
-    target = build / CUTLASS_PIN.replace("==", "-")
+    pin = next(line for line in CUTLASS_PINS.read_text().splitlines() if line.startswith("nvidia-cutlass=="))
+    name = pin.split()[0]
+    target = build / name.replace("==", "-")
     include = target / "cutlass_library" / "source" / "include"
     if not _has_cute(include):
-        say(f"CUTLASS not found, downloading {CUTLASS_PIN}")
-        # -I: pip of the environment itself, which pip's isolated build hides.
-        command = [sys.executable, "-I", "-m", "pip", "download", "--no-deps", "-d", str(target), CUTLASS_PIN]
-        done = subprocess.run(command, capture_output=True, text=True)
-        wheels = sorted(target.glob("*.whl"))
-        if done.returncode != 0 or not wheels:
+        say(f"CUTLASS not found, downloading {name}")
+        try:
+            fetch([pin], ("cutlass_library/source/include/",), target)
+        except BuildError as error:
             raise BuildError(
-                f"CUTLASS' headers were not found, and downloading them failed:\n{done.stderr.strip()}\n"
-                f"Install them with 'pip install --no-deps {CUTLASS_PIN}', or put CUTLASS into "
+                f"CUTLASS' headers were not found, and {error}\n"
+                f"Install them with 'pip install --no-deps {name}', or put CUTLASS into "
                 f"third_party/cutlass, or name its folder in VOXMMA_CUTLASS_DIR"
-            )
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            wheel.extractall(
-                target, [n for n in wheel.namelist() if n.startswith("cutlass_library/source/include/")]
-            )
-        wheels[0].unlink()
+            ) from None
     return include
 
 
@@ -330,108 +396,92 @@ def static_runtime(toolkit: Toolkit) -> Path:
     )
 
 
-def binding_sources(cuda: bool) -> list[Path]:
-    """The sources of the binding; those in csrc/torch/cuda call the kernel library."""
-    folder = ROOT / "csrc" / "torch"
-    return sorted([*folder.glob("*.cpp"), *(folder.glob("cuda/*.cpp") if cuda else ())])
+@dataclass(frozen=True)
+class Kernels:
+    """The kernel library and how it was built; a build for the CPU has neither files nor architectures."""
+
+    files: list[str]  # what the linker takes: the library and CUDA's runtime
+    archs: list[str]
+    version: str  # of CUDA, "13.0"
 
 
-def stale(target: Path, command: list[str]) -> bool:
-    """Whether an object is missing, made by another command, or older than a file that it was made from."""
-    depends, made_by = target.with_suffix(".d"), target.with_suffix(".command")
-    if not (target.exists() and depends.exists() and made_by.exists()):
-        return True
-    if made_by.read_text() != shlex.join(command):
-        return True
-    # make's rule "object: file file \\": a space in a name is written "\\ "
-    rule = depends.read_text().partition(": ")[2].replace("\\\n", " ")
-    inputs = [Path(name.replace("\\ ", " ")) for name in re.split(r"(?<!\\)\s+", rule.strip())]
-    made = target.stat().st_mtime
-    return any(not path.exists() or path.stat().st_mtime > made for path in inputs)
+def build_all_kernels(toolkit: Toolkit | None, cxx11_abi: bool, env: Mapping[str, str]) -> Kernels:
+    """The kernel library as it is linked."""
+    if toolkit is None:
+        return Kernels([], [], "")
+    archs = parse_archs(env.get("TORCH_CUDA_ARCH_LIST"))
+    cutlass = find_cutlass(ROOT, env) or fetch_cutlass(ROOT / "build")
+    say(
+        f"CUDA kernels for {' '.join(archs)} with nvcc {toolkit.version} of {toolkit.home}, "
+        f"CUTLASS of {cutlass}"
+    )
+    built = str(build_kernels(toolkit, archs, cutlass, cxx11_abi, env))
+    files = ["-Wl,--whole-archive", built, "-Wl,--no-whole-archive", str(static_runtime(toolkit))]
+    return Kernels([*files, "-lrt", "-lpthread", "-ldl"], archs, toolkit.version)
 
 
-def compile_object(command: list[str], source: Path, target: Path) -> None:
-    """Compiles a source where its object is stale."""
-    command = [*command, "-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
-    if stale(target, command):
-        target.unlink(missing_ok=True)
-        subprocess.run(command, check=True)
-        target.with_suffix(".command").write_text(shlex.join(command))
-
-
-def compile_command(compiler: list[str], torch: Torch, toolkit: Toolkit | None) -> list[str]:
-    """What compiles a source of the binding against a torch, with CUDA kernels where a toolkit is given."""
-    macros = ["TORCH_EXTENSION_NAME=_C", f"_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}"]
-    include = torch.folder / "include"
-    includes = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
-    if toolkit is not None:
-        macros.append("VOXMMA_WITH_CUDA")
-        includes += cuda_includes(toolkit.home)
-    flags = ["-std=c++20", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall"]  # torch 2.14 needs C++20
-    flags += [f"-D{macro}" for macro in macros]
-    flags += [f"-I{ROOT / 'csrc' / 'include'}"]  # what is behind -isystem does not make an object stale
-    return [*compiler, *flags, *(word for folder in includes for word in ("-isystem", str(folder)))]
-
-
-def build_binding(compiler: list[str], output: Path, env: Mapping[str, str]) -> None:
-    """Builds voxmma._C for this Python and its torch into `output`; running processes keep their old one."""
-    torch = find_torch()
-    toolkit = choose_toolkit(env, torch.cuda)
-    archs: list[str] = []
-    libraries: list[str] = []
-    if toolkit is not None:
-        archs = parse_archs(env.get("TORCH_CUDA_ARCH_LIST"))
-        cutlass = find_cutlass(ROOT, env) or fetch_cutlass(ROOT / "build")
-        say(
-            f"CUDA kernels for {' '.join(archs)} with nvcc {toolkit.version} of {toolkit.home}, "
-            f"CUTLASS of {cutlass}"
-        )
-        kernels = build_kernels(toolkit, archs, cutlass, torch.cxx11_abi, env)
-        libraries = [str(kernels), str(static_runtime(toolkit)), "-lrt", "-lpthread", "-ldl"]
-
-    version = toolkit.version if toolkit else ""
-    tag = f"{sysconfig.get_config_var('SOABI')}-torch{torch.version}-{'cuda' + version if toolkit else 'cpu'}"
-    folder = ROOT / "build" / f"binding-{tag}"
-    folder.mkdir(parents=True, exist_ok=True)
-    info = folder / "build_info.cpp"
+def write_info(kernels: Kernels, folder: Path) -> Path:
+    """The constants of csrc/torch/module.h."""
     values = {
-        "kBuildId": build_id(archs, version),
-        "kCudaArchs": " ".join(archs),
-        "kCudaVersion": version,
-        "kTorchVersion": torch.version,
+        "kBuildId": build_id(kernels.archs, kernels.version),
+        "kCudaArchs": " ".join(kernels.archs),
+        "kCudaVersion": kernels.version,
     }
     lines = [f'extern const char* const {k};\nconst char* const {k} = "{v}";\n' for k, v in values.items()]
-    text = "namespace voxmma {\n" + "".join(lines) + "}\n"
-    if not info.exists() or info.read_text() != text:
-        info.write_text(text)
-
-    command = compile_command(compiler, torch, toolkit)
-    sources = [info, *binding_sources(toolkit is not None)]
-    objects = [folder / f"{source.parent.name}-{source.stem}.o" for source in sources]
-    with ThreadPoolExecutor(int(env.get("MAX_JOBS") or "2")) as pool:
-        list(pool.map(compile_object, [command] * len(sources), sources, objects))
-    fresh = output.with_name(output.name + ".new")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        *compiler,
-        "-shared",
-        "-o",
-        str(fresh),
-        *map(str, objects),
-        *libraries,
-        f"-L{torch.folder / 'lib'}",
-    ]
-    command += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-Wl,--exclude-libs,ALL"]
-    subprocess.run(command, check=True)
-    os.replace(fresh, output)
-    say(
-        f"built {output.name} for torch {torch.version}, {'CUDA ' + ' '.join(archs) if archs else 'CPU only'}"
-    )
+    path = folder / "build_info.cpp"
+    binding.write_changed(path, "namespace voxmma {\n" + "".join(lines) + "}\n")
+    return path
 
 
-def find_compiler(env: Mapping[str, str]) -> list[str]:
-    """The C++ compiler of CXX, else the one that Python was built with, else c++."""
-    return shlex.split(env.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[:1]
+def compile_binding(compiler: list[str], torch: Torch, kernels: Kernels) -> tuple[Path, Path]:
+    """The object of the binding for a torch and this Python, and the source of its constants."""
+    cuda = f"cuda{kernels.version}" if kernels.files else "cpu"
+    folder = ROOT / "build" / f"binding-{sysconfig.get_config_var('SOABI')}-torch{torch.version}-{cuda}"
+    folder.mkdir(parents=True, exist_ok=True)
+    info = write_info(kernels, folder)
+    what = f"CUDA {' '.join(kernels.archs)}" if kernels.files else "CPU only"
+    say(f"binding for torch {torch.version}, {what}")
+    return binding.compile_binding(compiler, torch, ROOT / "csrc", info, folder, bool(kernels.files)), info
+
+
+def build_in_place(compiler: list[str], output: Path, env: Mapping[str, str]) -> None:
+    """Builds voxmma._C for this Python and its torch as one file."""
+    (torch,) = find_torches({})
+    kernels = build_all_kernels(choose_toolkit(env, torch.cuda), torch.cxx11_abi, env)
+    made, _ = compile_binding(compiler, torch, kernels)
+    libraries = [f"-L{torch.folder / 'lib'}", *(f"-l{name}" for name in binding.LIBRARIES)]
+    binding.link(compiler, output, [str(made), *kernels.files, *libraries, "-Wl,--exclude-libs,ALL"])
+
+
+def build_bindings(compiler: list[str], folder: Path, env: Mapping[str, str]) -> None:
+    """Builds a wheel's voxmma/_bindings: the kernel library, the bindings and their sources."""
+    torches = find_torches(env)
+    portable, wheel = load("wheels/portable.py"), bool(env.get("VOXMMA_WHEEL"))
+    toolkit = choose_toolkit(env, None if wheel else torches[0].cuda)
+    kernels = build_all_kernels(toolkit, torches[0].cxx11_abi, env)
+    link = ROOT / "build" / "link"
+    last = portable.old_glibc(compiler, link / "glibc") if wheel else []
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    library = folder / binding.KERNELS
+    if kernels.files:
+        # Names of this library alone are seen from outside; torch has a CUDA runtime of its own.
+        exports = link / "exports.map"
+        exports.parent.mkdir(parents=True, exist_ok=True)
+        exports.write_text('{ global: extern "C++" { voxmma::*; }; local: *; };\n')
+        options = [f"-Wl,-soname,{library.name}", f"-Wl,--version-script={exports}", "-Wl,-z,defs"]
+        binding.link(compiler, library, [*kernels.files, *options, *last])
+    for torch in torches:
+        made, info = compile_binding(compiler, torch, kernels)
+        inputs = [str(made), *portable.absent_libraries(compiler, link / "torch", binding.LIBRARIES)]
+        if kernels.files:
+            inputs += [str(library), "-Wl,-rpath,$ORIGIN/.", "-Wl,-rpath,$ORIGIN/.."]
+        name = binding.folder_of(torch.version, torch.cxx11_abi)
+        output = folder / name / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+        binding.link(compiler, output, [*inputs, *last])
+        shutil.copyfile(info, folder / "build_info.cpp")
+    for part in ("torch", "include"):
+        shutil.copytree(ROOT / "csrc" / part, folder / "csrc" / part)
 
 
 def main() -> None:
@@ -440,25 +490,34 @@ def main() -> None:
     from setuptools.command.build_ext import build_ext
 
     class BuildExt(build_ext):
-        """Hands the one extension to build_binding."""
+        """Hands the one extension to the functions above."""
+
+        def run(self) -> None:
+            self.into_sources = bool(self.inplace)  # setuptools builds elsewhere, and copies afterwards
+            super().run()
 
         def build_extension(self, ext: Extension) -> None:
+            compiler, path = (
+                binding.find_compiler(os.environ),
+                Path(self.get_ext_fullpath(ext.name)).resolve(),
+            )
             try:
                 (ROOT / "build").mkdir(exist_ok=True)
                 with open(ROOT / "build" / ".lock", "w") as lock:  # one build at a time in this tree
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                    build_binding(
-                        find_compiler(os.environ), Path(self.get_ext_fullpath(ext.name)).resolve(), os.environ
-                    )
+                    if self.into_sources:
+                        build_in_place(compiler, path, os.environ)
+                    else:
+                        path.unlink(missing_ok=True)
+                        build_bindings(compiler, path.parent / "_bindings", os.environ)
             except BuildError as error:
                 raise SystemExit(f"voxmma: {error}") from None
 
-    # Without a torch to build against, pip's isolated build is asked for the newest, as the dependency is.
-    isolated = "setuptools.build_meta" in sys.modules
     setup(
-        ext_modules=[Extension("voxmma._C", [str(p.relative_to(ROOT)) for p in binding_sources(True)])],
+        ext_modules=[
+            Extension("voxmma._C", [str(p.relative_to(ROOT)) for p in binding.sources(ROOT / "csrc", True)])
+        ],
         cmdclass={"build_ext": BuildExt},
-        setup_requires=["torch>=2.8"] if isolated and locate("torch") is None else [],
     )
 
 

@@ -177,11 +177,13 @@ def test_every_cuda_source_is_built(build):
     """A source that CMakeLists.txt does not name is never compiled, and nobody is told."""
     text = (ROOT / "CMakeLists.txt").read_text()
     sources = {p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cu", ".cpp"}}
-    binding = set(build.binding_sources(cuda=True))
+    binding = set(build.binding.sources(ROOT / "csrc", cuda=True))
     named = [p.relative_to(ROOT).as_posix() for p in sources - binding]
     assert named and [n for n in named if n not in text] == []
     assert binding == {p for p in sources if (ROOT / "csrc" / "torch") in p.parents}
-    assert binding - set(build.binding_sources(cuda=False)) == set((ROOT / "csrc/torch/cuda").glob("*.cpp"))
+    assert binding - set(build.binding.sources(ROOT / "csrc", cuda=False)) == set(
+        (ROOT / "csrc/torch/cuda").glob("*.cpp")
+    )
 
 
 def test_an_object_is_compiled_again_only_when_needed(build, tmp_path, monkeypatch):
@@ -200,14 +202,14 @@ def test_an_object_is_compiled_again_only_when_needed(build, tmp_path, monkeypat
 
     def compiled(command="c++"):
         before = len(runs)
-        build.compile_object([command], source, target)
+        build.binding.compile_object([command], source, target)
         return len(runs) > before
 
     def touch(path):
         later = target.stat().st_mtime + 10
         os.utime(path, (later, later))
 
-    monkeypatch.setattr(build.subprocess, "run", compiler)
+    monkeypatch.setattr(build.binding.subprocess, "run", compiler)
     assert compiled() and not compiled()
     for path in (source, header):
         touch(path)
@@ -226,10 +228,10 @@ def test_an_object_that_failed_to_compile_is_compiled_again(build, tmp_path, mon
     target = tmp_path / "x.o"
     for suffix in (".o", ".d"):
         target.with_suffix(suffix).write_text("")
-    monkeypatch.setattr(build.subprocess, "run", compiler)
+    monkeypatch.setattr(build.binding.subprocess, "run", compiler)
     for _ in range(2):
         with pytest.raises(subprocess.CalledProcessError):
-            build.compile_object(["c++"], tmp_path / "x.cpp", target)
+            build.binding.compile_object(["c++"], tmp_path / "x.cpp", target)
 
 
 def test_build_id_follows_sources_architectures_and_compiler(build, tmp_path, monkeypatch):

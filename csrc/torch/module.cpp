@@ -4,6 +4,7 @@
 #include "module.h"
 
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <sstream>
 #include <string>
@@ -182,7 +183,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("CUDA_ARCHS") = arch_list;
   m.attr("CUDA_VERSION") = voxmma::kCudaVersion;
   m.attr("BUILD_ID") = voxmma::kBuildId;
-  m.attr("TORCH_VERSION") = voxmma::kTorchVersion;
+  m.attr("TORCH_VERSION") = TORCH_VERSION;
   m.def("build_runs_on", &voxmma::build_runs_on, py::arg("archs"), py::arg("tile_arch"), py::arg("major"),
         py::arg("minor"));
   voxmma::bind_checks(m);

@@ -10,7 +10,6 @@ namespace voxmma {
 extern const char* const kBuildId;       // hash of the sources under csrc
 extern const char* const kCudaArchs;     // "8.0 9.0a": setup.py's parse_archs; empty without CUDA
 extern const char* const kCudaVersion;   // of the nvcc that built the kernels; empty without CUDA
-extern const char* const kTorchVersion;  // torch.__version__ of the headers
 
 void bind_cached(py::module_& m);
 void bind_prepared_conv(py::module_& m);

@@ -23,6 +23,15 @@ def tile_parts(
 def build_runs_on(archs: str, tile_arch: int, major: int, minor: int) -> bool:
     """Whether a build for `archs` ("8.0 9.0a") has code of a tile of `arch` 80 or 90 for a capability."""
 
+def driver_version() -> int:
+    """The newest CUDA that the installed driver is for, 13000; 0: no driver. Only with CUDA kernels."""
+
+def runtime_version() -> int:
+    """CUDA's version of the kernel library, 13000. Only with CUDA kernels."""
+
+def driver_problem(driver: int, runtime: int) -> str:
+    """What is wrong with a driver for a CUDA runtime, in one sentence; "" where it serves."""
+
 def shared_memory(device: int) -> int:
     """Bytes of shared memory that a block may have on a CUDA device."""
 

@@ -7,13 +7,15 @@
 //   fragment  kFragRows consecutive rows of a tile; a bit per offset says whether any of them has a neighbour
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "voxmma/device.h"
+
 namespace voxmma {
+
+#pragma GCC visibility push(default)  // device.h
 
 inline constexpr int kTileM = 256;    // output rows of a tile
 inline constexpr int kFragRows = 16;  // rows of one MMA m16 fragment, the unit that is skipped
@@ -561,5 +563,7 @@ struct ScatterArgs {
   void* dx;  // (n_out, channels) contiguous
 };
 cudaError_t scatter_weighted(const ScatterArgs&, cudaStream_t);
+
+#pragma GCC visibility pop
 
 }  // namespace voxmma

@@ -2,11 +2,13 @@
 // The first validates the tests' emulator, the second tells the gate whether fp16 accumulation is faster on a board.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
 
+#include "voxmma/device.h"
+
 namespace voxmma {
+
+#pragma GCC visibility push(default)  // device.h
 
 // kind = instruction of one m16n8 tile: mma.sync m16n8k16 (tf32: m16n8k8), or wgmma m64n8k16 (k8) from 4 on.
 enum class MmaKind : int {
@@ -31,5 +33,7 @@ cudaError_t mma_probe(int kind, const void* a, const void* b, const void* c, voi
 // Dense rate of a mma.sync kind (0..3) on the current device, in TFLOP/s: all multiprocessors busy, operands in
 // registers, the best of 16 runs, about 5 ms. Waits for the stream. Errors as above, and whatever the launch reports.
 cudaError_t mma_rate(int kind, double* tflops, cudaStream_t);
+
+#pragma GCC visibility pop
 
 }  // namespace voxmma

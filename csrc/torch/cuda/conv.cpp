@@ -53,8 +53,8 @@ void launch(const KernelEntry& entry, ConvArgs& args, const Launch& on) {
   }
   const cudaError_t error = entry.launch(args, on.stream);
   TORCH_CHECK(error == cudaSuccess, "voxmma: tile ", entry.config.name, " failed on ", on.device, ": ",
-              cudaGetErrorString(error), " (", args.plan.n_out, " rows, ", args.groups, " x ", args.c_in, " -> ",
-              args.groups, " x ", args.c_out, " channels, ", args.plan.kernel_volume, " offsets)");
+              error_text(error), " (", args.plan.n_out, " rows, ", args.groups, " x ", args.c_in, " -> ", args.groups,
+              " x ", args.c_out, " channels, ", args.plan.kernel_volume, " offsets)");
 }
 
 // Numbers of every output channel of one call, and what they make (kernels.h, Channels).

@@ -258,7 +258,7 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
 
   const Tensor stats = empty_struct<ExpandStats>(on);
   args.stats = data<ExpandStats>(stats);
-  check_cuda(cudaMemsetAsync(args.stats, 0, sizeof(ExpandStats), on.stream), "cudaMemsetAsync", on.device);
+  check_cuda(set_bytes(args.stats, 0, sizeof(ExpandStats), on.stream), "cudaMemsetAsync", on.device);
   ExpandStats found{};
   Tensor keys = on.scratch(0), table;
   for (int64_t begin = 0; begin < n && found.outside == 0 && found.count <= limit; begin += rows) {
@@ -274,7 +274,7 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
       args.capacity = expand_capacity(room);
       table = on.scratch(args.capacity * width);
       args.table = table.data_ptr();
-      check_cuda(cudaMemsetAsync(args.table, 0xff, args.capacity * width, on.stream), "cudaMemsetAsync", on.device);
+      check_cuda(set_bytes(args.table, 0xff, args.capacity * width, on.stream), "cudaMemsetAsync", on.device);
       check_cuda(rehash_keys(args.box, args.keys, found.count, args.table, args.capacity, on.stream), "rehash_keys",
                  on.device);
     }
@@ -323,10 +323,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> derive_sized_cuda(const Tenso
     args.stats = data<ExpandStats>(stats);
     args.table = table.data_ptr();
     args.keys = keys.data_ptr();
-    check_cuda(cudaMemsetAsync(args.stats, 0, sizeof(ExpandStats), on.stream), "cudaMemsetAsync", on.device);
-    check_cuda(cudaMemsetAsync(args.table, 0xff, args.capacity * width, on.stream), "cudaMemsetAsync", on.device);
+    check_cuda(set_bytes(args.stats, 0, sizeof(ExpandStats), on.stream), "cudaMemsetAsync", on.device);
+    check_cuda(set_bytes(args.table, 0xff, args.capacity * width, on.stream), "cudaMemsetAsync", on.device);
     if (capacity > 0) {
-      check_cuda(cudaMemsetAsync(args.keys, 0xff, capacity * width, on.stream), "cudaMemsetAsync", on.device);
+      check_cuda(set_bytes(args.keys, 0xff, capacity * width, on.stream), "cudaMemsetAsync", on.device);
     }
     for_pieces(args, coords, rows, [&](const ExpandArgs& piece) {
       check_cuda(expand_coords(piece, on.stream), "expand_coords", on.device);

@@ -12,12 +12,20 @@
 namespace voxmma {
 
 void check_cuda(cudaError_t error, const char* what, at::Device device) {
-  TORCH_CHECK(error == cudaSuccess, "voxmma: ", what, " failed on ", device, ": ", cudaGetErrorString(error));
+  TORCH_CHECK(error == cudaSuccess, "voxmma: ", what, " failed on ", device, ": ", error_text(error));
 }
 
-namespace {
+std::string driver_problem(int driver, int runtime) {
+  const int major = runtime / 1000;
+  if (driver / 1000 >= major) return "";
+  const auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
+  const std::string oldest = major == 12 ? " (525 or newer)" : major == 13 ? " (580 or newer)" : "";
+  return "voxmma's kernels were built with CUDA " + version(runtime) + " and need an NVIDIA driver for CUDA " +
+         std::to_string(major) + oldest + "; " +
+         (driver == 0 ? "there is none here" : "the one here is for CUDA " + version(driver)) +
+         ": update the driver, or install a voxmma that was built with an older CUDA";
+}
 
-// Asked once a device; an error where this build has no code for it.
 DeviceInfo device_info(at::Device device) {
   static std::mutex mutex;
   static std::vector<DeviceInfo> known;
@@ -26,22 +34,17 @@ DeviceInfo device_info(at::Device device) {
   if (known.size() <= index) known.resize(index + 1);
   DeviceInfo& info = known[index];
   if (info.sm_count != 0) return info;
-  const auto get = [&](cudaDeviceAttr attribute) {
-    int value = 0;
-    check_cuda(cudaDeviceGetAttribute(&value, attribute, device.index()), "cudaDeviceGetAttribute", device);
-    return value;
-  };
-  const std::pair capability{get(cudaDevAttrComputeCapabilityMajor), get(cudaDevAttrComputeCapabilityMinor)};
-  const DeviceInfo found{capability.first, capability.second, get(cudaDevAttrMultiProcessorCount),
-                         get(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                         build_runs_on(kCudaArchs, 90, capability.first, capability.second)};
-  TORCH_CHECK(build_runs_on(kCudaArchs, 80, found.major, found.minor), "voxmma's kernels were built for ", kCudaArchs,
-              ", but ", device, " is of compute capability ", found.major, ".", found.minor,
-              ": rebuild with TORCH_CUDA_ARCH_LIST=", found.major, ".", found.minor, found.major == 9 ? "a" : "",
-              found.major < 8 ? " (8.0 is the oldest that is supported)" : "");
+  const std::string problem = driver_problem(driver_version(), runtime_version());
+  TORCH_CHECK(problem.empty(), problem);
+  DeviceInfo found{};
+  check_cuda(device_facts(device.index(), &found), "cudaDeviceGetAttribute", device);
+  found.sm80 = build_runs_on(kCudaArchs, 80, found.major, found.minor);
+  found.sm90 = build_runs_on(kCudaArchs, 90, found.major, found.minor);
   info = found;
   return info;
 }
+
+namespace {
 
 // The cudaStream_t behind torch's current stream. torch before 2.10 says it to Python only.
 template <class Guard>
@@ -59,9 +62,12 @@ void* native_handle(const Guard&, const c10::Stream& stream, long) {
 }  // namespace
 
 Launch::Launch(at::Device on) : device(on), guard(on), info(device_info(on)) {
+  TORCH_CHECK(info.sm80, "voxmma's kernels were built for ", kCudaArchs, ", but ", device, " is of compute capability ",
+              info.major, ".", info.minor, ": rebuild with TORCH_CUDA_ARCH_LIST=", info.major, ".", info.minor,
+              info.major == 9 ? "a" : "", info.major < 8 ? " (8.0 is the oldest that is supported)" : "");
   int current = -1;  // asking is cheaper than setting
-  check_cuda(cudaGetDevice(&current), "cudaGetDevice", device);
-  if (current != device.index()) check_cuda(cudaSetDevice(device.index()), "cudaSetDevice", device);
+  check_cuda(current_device(&current), "cudaGetDevice", device);
+  if (current != device.index()) check_cuda(set_device(device.index()), "cudaSetDevice", device);
   const c10::impl::VirtualGuardImpl impl(at::kCUDA);
   stream = static_cast<cudaStream_t>(native_handle(impl, impl.getStream(device), 0));
 }

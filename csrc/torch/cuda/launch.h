@@ -11,6 +11,7 @@
 
 #include <cstring>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -23,11 +24,15 @@ using Ints = std::vector<int64_t>;
 
 void check_cuda(cudaError_t error, const char* what, at::Device device);
 
-struct DeviceInfo {
-  int major = 0, minor = 0, sm_count = 0;
-  int shared_memory = 0;  // bytes that a block may ask for
-  bool sm90 = false;      // this build has kernels of TileConfig::arch 90, and they run on it
+// What is wrong with a driver for this library's runtime, both as CUDA counts versions (device.h): "" where nothing is.
+std::string driver_problem(int driver, int runtime);
+
+struct DeviceInfo : DeviceFacts {
+  bool sm80, sm90;  // this build has kernels of TileConfig::arch 80 and 90, and they run on it
 };
+
+// Asked once a device; an error where the driver is too old.
+DeviceInfo device_info(at::Device device);
 
 // Device, current stream and device properties of one call. The kernel library has a CUDA runtime of its own (static),
 // so its idea of the current device is set beside torch's; both stand for the same driver context.
@@ -75,8 +80,7 @@ T read_back(const Launch& on, const T* device) {
     }
   }
   if (!host.defined()) host = at::empty({sizeof(T)}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-  check_cuda(cudaMemcpyAsync(host.data_ptr(), device, sizeof(T), cudaMemcpyDeviceToHost, on.stream), "cudaMemcpyAsync",
-             on.device);
+  check_cuda(copy_to_host(host.data_ptr(), device, sizeof(T), on.stream), "cudaMemcpyAsync", on.device);
   on.wait();
   T value;
   std::memcpy(&value, host.data_ptr(), sizeof(value));

@@ -168,7 +168,7 @@ LocateResult locate_points_cuda(const Tensor& points, const OptTensor& batch, in
   args.weight_dtype = wide ? DType::f64 : DType::f32;
   args.invalid = data<int64_t>(none);
   if (n == 0) return {rows, weights, true};
-  check_cuda(cudaMemsetAsync(args.invalid, 0, sizeof(int64_t), on.stream), "cudaMemsetAsync", on.device);
+  check_cuda(set_bytes(args.invalid, 0, sizeof(int64_t), on.stream), "cudaMemsetAsync", on.device);
   check_cuda(locate_points(args, on.stream), "locate_points", on.device);
   return {rows, weights, read_back(on, args.invalid) == 0};
 }

@@ -9,10 +9,10 @@
 namespace voxmma {
 namespace {
 
-bool is_capturing(const Launch& on) {
-  cudaStreamCaptureStatus status{};
-  check_cuda(cudaStreamIsCapturing(on.stream, &status), "cudaStreamIsCapturing", on.device);
-  return status != cudaStreamCaptureStatusNone;
+bool captured(const Launch& on) {
+  bool capturing = false;
+  check_cuda(is_capturing(on.stream, &capturing), "cudaStreamIsCapturing", on.device);
+  return capturing;
 }
 
 at::Device cuda_device(int64_t index) { return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(index)); }
@@ -32,7 +32,7 @@ class SpareEvents {
       }
     }
     cudaEvent_t event{};
-    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags", device);
+    check_cuda(make_event(&event), "cudaEventCreateWithFlags", device);
     return event;
   }
 
@@ -63,9 +63,9 @@ class StreamEvent {
   // None where a CUDA graph is captured on that stream: the event would be part of the graph.
   static std::unique_ptr<StreamEvent> record(int64_t device_index) {
     const Launch on(cuda_device(device_index));
-    if (is_capturing(on)) return nullptr;
+    if (captured(on)) return nullptr;
     std::unique_ptr<StreamEvent> made(new StreamEvent(on.device, spare_events().take(on.device), on.stream));
-    check_cuda(cudaEventRecord(made->event_, on.stream), "cudaEventRecord", on.device);
+    check_cuda(record_event(made->event_, on.stream), "cudaEventRecord", on.device);
     return made;
   }
 
@@ -78,18 +78,11 @@ class StreamEvent {
   // did not capture, so the host has waited instead.
   bool wait() const {
     const Launch on(device_);
-    if (!is_capturing(on)) {
-      check_cuda(cudaStreamWaitEvent(on.stream, event_, 0), "cudaStreamWaitEvent", device_);
+    if (!captured(on)) {
+      check_cuda(wait_for_event(on.stream, event_), "cudaStreamWaitEvent", device_);
       return true;
     }
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    const auto swap = [&] {
-      check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode", device_);
-    };
-    swap();
-    const cudaError_t error = cudaEventSynchronize(event_);
-    swap();
-    check_cuda(error, "cudaEventSynchronize", device_);
+    check_cuda(finish_event(event_), "cudaEventSynchronize", device_);
     return false;
   }
 

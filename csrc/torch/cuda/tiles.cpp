@@ -74,10 +74,7 @@ double mma_rate_cuda(int64_t kind) {
 }
 
 int64_t shared_memory(int64_t device) {
-  int bytes = 0;
-  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(device)),
-             "cudaDeviceGetAttribute", at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device)));
-  return bytes;
+  return device_info(at::Device(at::kCUDA, static_cast<at::DeviceIndex>(device))).shared_memory;
 }
 
 py::list kernel_configs() {
@@ -127,6 +124,9 @@ void bind_tiles(py::module_& m) {
   m.def("kernel_configs", &kernel_configs);
   m.def("tile_parts", &tile_parts, py::arg("tile"), py::arg("n_out"), py::arg("kernel_volume"), py::arg("c_in"),
         py::arg("c_out"), py::arg("groups"), py::arg("sm_count"));
+  m.def("driver_version", &driver_version);
+  m.def("runtime_version", &runtime_version);
+  m.def("driver_problem", &driver_problem, py::arg("driver"), py::arg("runtime"));
   m.def("shared_memory", torch::wrap_pybind_function(shared_memory), py::arg("device"));
   m.def("mma_probe", torch::wrap_pybind_function_no_gil(mma_probe_cuda), py::arg("kind"), py::arg("a"), py::arg("b"),
         py::arg("c"));

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ BUILD_VARIABLES = {
     "VOXMMA_CUDA",
     "VOXMMA_CUTLASS_DIR",
     "VOXMMA_LINEINFO",
+    "VOXMMA_WHEEL",
     "TORCH_CUDA_ARCH_LIST",
     "CUDA_HOME",
     "CUDA_PATH",
@@ -75,6 +77,37 @@ def _check_build() -> Check:
     return Check("kernels", "ok", found)
 
 
+def code_for(archs: Sequence[str], capability: tuple[int, int]) -> str:
+    """Which of a build's code a card runs: machine code of the newest that fits, else PTX.
+
+    >>> code_for(["8.0", "9.0a", "12.0+PTX"], (12, 1))
+    'machine code for 12.0'
+    """
+
+    def fits(arch: str) -> bool:
+        return _C.build_runs_on(arch, 80, *capability)
+
+    exact = [arch for arch in archs if arch != "9.0+PTX" and fits(arch.removesuffix("+PTX"))]
+    if exact:
+        return f"machine code for {exact[-1].removesuffix('+PTX')}"
+    ptx = [arch for arch in archs if fits(arch)]
+    return (
+        f"PTX of {ptx[-1].removesuffix('+PTX')}, which the driver compiles at its first use"
+        if ptx
+        else "no code"
+    )
+
+
+def _check_driver() -> list[Check]:
+    """Whether the driver is new enough for the kernels' CUDA; to have none is no fault."""
+    if not _C.HAS_CUDA or not _C.driver_version():
+        return []
+    driver, runtime = _C.driver_version(), _C.runtime_version()
+    found = f"for CUDA {driver // 1000}.{driver % 1000 // 10}, the kernels need {runtime // 1000}"
+    problem = _C.driver_problem(driver, runtime)
+    return [Check("driver", "fail" if problem else "ok", found, problem)]
+
+
 def _check_gpus() -> list[Check]:
     if not torch.cuda.is_available():
         why = "torch has no CUDA" if torch.version.cuda is None else "torch finds no CUDA device or driver"
@@ -88,12 +121,13 @@ def _check_gpus() -> list[Check]:
             continue
         try:
             here = card(torch.device("cuda", index))
-        except ValueError as error:
-            checks.append(Check(f"GPU {index}", "fail", name, str(error)))
+        except (ValueError, RuntimeError) as error:
+            checks.append(Check(f"GPU {index}", "fail", name, str(error).splitlines()[0]))
             continue
         running = [tile for tile in compiled() if tile.runs_on(here)]
         if running:
-            found = f"{name}: {len(running)} kernels run on it{here.limited}"
+            code = code_for(_C.CUDA_ARCHS, capability)
+            found = f"{name}: {len(running)} kernels run on it, from {code}{here.limited}"
             checks.append(Check(f"GPU {index}", "ok", found))
         else:
             wanted = f"{capability[0]}.{capability[1]}"
@@ -207,7 +241,9 @@ def run() -> list[Check]:
         Check("Python", "ok", f"{platform.python_version()}, {sys.executable}"),
         Check("torch", "ok", torch_build),
         Check("CPU", "ok", f"{cpu_name()}, {torch.get_num_threads()} threads"),
+        Check("binding", "ok", f"for torch {_C.TORCH_VERSION}, {_C.__file__}"),
         _check_build(),
+        *_check_driver(),
         *gpus,
         _check_compiler(),
         _check_cutlass(),

@@ -13,6 +13,7 @@ extern const char* const kCudaVersion;   // of the nvcc that built the kernels; 
 extern const char* const kTorchVersion;  // torch.__version__ of the headers
 
 void bind_cached(py::module_& m);
+void bind_cpu_conv(py::module_& m);
 void bind_prepared_conv(py::module_& m);
 #ifdef VOXMMA_WITH_CUDA  // csrc/torch/cuda
 void bind_tiles(py::module_& m);

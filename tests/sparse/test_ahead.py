@@ -57,8 +57,8 @@ class Builds:
         for module, name, to in (
             (derive, "_make_cpu", self.sets),
             (derive, "_make_cuda", self.sets),
-            (maps, "_build_cpu", self.maps),
-            (maps, "_build_cuda", self.maps),
+            (maps, "build_cpu", self.maps),
+            (maps, "build_cuda", self.maps),
         ):
             monkeypatch.setattr(module, name, self._counted(getattr(module, name), to))
 
@@ -250,7 +250,7 @@ def test_errors_are_those_of_the_layers(device: torch.device) -> None:
         limited(network.stem(voxels(SCENES[3], device)))
         with pytest.raises(ValueError, match="max_voxels is 9,000"):
             limited(network.stem(voxels(SCENES[0], device)))
-        edge = torch.tensor([[0, voxmma.sparse.coords.COORD_MAX, 3, 3], [0, 5, 5, 5]])
+        edge = torch.tensor([[0, voxmma.sparse.packing.COORD_MAX, 3, 3], [0, 5, 5, 5]])
         with pytest.raises(ValueError, match="makes voxels outside"):
             limited(network.stem(voxels(edge, device)))
 

@@ -31,7 +31,10 @@ from voxmma.ops.kernels import accumulator_label, parse_accumulator
 from voxmma.sparse.ahead import meet
 from voxmma.sparse.cached import Made, keep
 from voxmma.sparse.coords import _KEPT, CoordSet
-from voxmma.sparse.maps import Geometry, KernelMap, MapCore, finer_set, traceable
+from voxmma.sparse.cores import MapCore
+from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.levels import finer_set
+from voxmma.sparse.maps import KernelMap, traceable
 from voxmma.sparse.tensor import Voxels
 
 # ---- the call ----------------------------------------------------------------------------------------------

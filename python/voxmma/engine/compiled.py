@@ -29,8 +29,10 @@ from voxmma.engine.record import (
 )
 from voxmma.engine.sets import NetworkSet
 from voxmma.sparse import segments
-from voxmma.sparse.coords import COORD_MAX, COORD_MIN, Bounds, CoordSet, check_columns
+from voxmma.sparse.checks import check_columns
+from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.derive import DEFAULT_MAX_VOXELS, reach
+from voxmma.sparse.packing import COORD_MAX, COORD_MIN, Bounds
 from voxmma.sparse.tensor import Voxels
 
 MARGIN = 1.25

@@ -39,7 +39,7 @@ from voxmma.engine.record import (
     VoxelsOut,
 )
 from voxmma.sparse.derive import Derived
-from voxmma.sparse.maps import Geometry
+from voxmma.sparse.geometry import Geometry
 
 _FORMAT = 1
 _HEAD = "engine.json"

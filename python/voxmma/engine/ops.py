@@ -13,8 +13,8 @@ from torch import Tensor
 
 from voxmma.sparse import segments, sized
 from voxmma.sparse.derive import Derived
+from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.interpolate import weighted
-from voxmma.sparse.maps import Geometry
 from voxmma.sparse.sized import SizedSet
 
 _SET = "Tensor {0}coords, Tensor {0}count, Tensor {0}inner, Tensor {0}first, Tensor {0}second"

@@ -28,9 +28,10 @@ from voxmma.engine import rules
 from voxmma.engine.errors import EngineError
 from voxmma.engine.lanes import Lanes
 from voxmma.engine.sets import NetworkSet
-from voxmma.sparse.coords import Bounds, CoordSet
+from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.derive import Derived
-from voxmma.sparse.maps import Geometry
+from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.packing import Bounds
 from voxmma.sparse.tensor import Voxels
 
 Path = tuple[Any, ...]

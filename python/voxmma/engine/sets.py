@@ -11,9 +11,12 @@ from voxmma._types import Triple
 from voxmma.engine.errors import EngineError
 from voxmma.engine.ops import flat
 from voxmma.sparse.cached import Made
-from voxmma.sparse.coords import Bounds, CoordSet, Finer
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.cores import Direction
 from voxmma.sparse.derive import Derived, reach
-from voxmma.sparse.maps import Direction, Geometry
+from voxmma.sparse.finer import Finer
+from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.packing import Bounds
 
 if TYPE_CHECKING:
     from voxmma.engine.record import Recorder

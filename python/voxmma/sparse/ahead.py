@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from voxmma.sparse.build import size_tensor
 from voxmma.sparse.cached import ByTensor, Made, _capturing, keep
 from voxmma.sparse.coords import _KEPT, CoordSet
+from voxmma.sparse.cores import Direction, MapCore, core_between, held_sets
 from voxmma.sparse.derive import Derived
-from voxmma.sparse.maps import Direction, Geometry, MapCore, core_between, held_sets, size_tensor
+from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.sized import Plan, SizedSet, derive_sized, plans_sized
 
 _SET_SLACK, _MAP_SLACK = 1.25, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'

@@ -19,9 +19,10 @@ from typing import NamedTuple
 import torch
 
 from voxmma._extension import _C
-from voxmma.sparse.coords import Bounds, find_rows, first_duplicate, pack, unpack
+from voxmma.sparse.build import cpu_pairs, size_tensor
 from voxmma.sparse.derive import _NONE, Derived, _candidates, _distinct, reach
-from voxmma.sparse.maps import Geometry, cpu_pairs, plan_rule, size_tensor
+from voxmma.sparse.geometry import Geometry, plan_rule
+from voxmma.sparse.packing import Bounds, find_rows, first_duplicate, pack, unpack
 
 _INT32 = torch.iinfo(torch.int32)
 _EMPTY = (*[_INT32.max] * 4, *[_INT32.min] * 4)

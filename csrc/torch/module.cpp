@@ -188,6 +188,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("minor"));
   voxmma::bind_checks(m);
   voxmma::bind_cached(m);
+  voxmma::bind_cpu_conv(m);
   voxmma::bind_prepared_conv(m);
   voxmma::bind_cuda(m);
 }

@@ -50,51 +50,33 @@ def cpu_pairs(
     *,
     symmetric: bool = False,
 ) -> list[torch.Tensor]:
-    """in_rows, out_rows and kptr of a map on a CPU: binary searches of the output rows `out_row` per offset.
+    """in_rows, out_rows and kptr of a map on a CPU: searches of the output rows `out_row` per offset.
 
     `ordered` are the inputs' ascending keys, `in_row` the row of each. `out_row` comes in the order of the
-    outputs' keys, so that searches share cache lines.
+    outputs' keys, so that a search starts where the one before ended.
     """
     one = (1, 1, 1)
     mul, div = (one, geometry.stride) if reverse else (geometry.stride, one)
     offsets = geometry.offsets(reverse)
-    n_in, n_out = len(ordered), len(out_row)
-    in_order = ordered
-    ordered = torch.cat(
-        [ordered, ordered.new_zeros(1)]
-    )  # searches that run off the end find something to read
     coords = out_coords[out_row]
     batch, *columns = coords.long().unbind(1)
     axes = [
         {add: _axis_query(column, mul[axis], add, div[axis], axis) for add in {o[axis] for o in offsets}}
         for axis, column in enumerate(columns)
     ]
-    # Buffers for all offsets: fresh memory for every step would cost more than the searches.
     batch = pack_batch(batch)
-    key, place, seen = (torch.empty(n_out, dtype=torch.int64, device=batch.device) for _ in range(3))
-    hit = torch.empty(n_out, dtype=torch.bool, device=batch.device)
-    neighbour = torch.empty(len(out_coords), dtype=torch.int64, device=batch.device)
     in_rows: list[torch.Tensor] = []
     out_rows: list[torch.Tensor] = []
     for k, offset in enumerate(offsets):
         mirror = len(offsets) - 1 - k
         if symmetric and mirror < k:
-            rows, source = in_rows[mirror], out_rows[mirror]
+            pairs = _C.mirror_pairs(in_rows[mirror], out_rows[mirror], len(out_coords))
         else:
             queries = [cache[add] for cache, add in zip(axes, offset, strict=True)]
-            torch.add(batch, queries[0][0], out=key).add_(queries[1][0]).add_(queries[2][0])
-            torch.searchsorted(in_order, key, out=place)
-            torch.eq(torch.index_select(ordered, 0, place, out=seen), key, out=hit)
-            hit &= place < n_in
-            for _, ok in queries:
-                if ok is not None:
-                    hit &= ok
-            found = torch.nonzero(hit).flatten()
-            rows, source = out_row[found], in_row[place[found]]
-        neighbour.fill_(-1)
-        neighbour[rows] = source
-        out_rows.append(torch.nonzero(neighbour >= 0).flatten())
-        in_rows.append(neighbour[out_rows[-1]])
+            keys, masks = [key for key, _ in queries], [ok for _, ok in queries if ok is not None]
+            pairs = _C.match_rows(ordered, in_row, out_row, batch, keys, masks, len(out_coords))
+        in_rows.append(pairs[0])
+        out_rows.append(pairs[1])
     kptr = [0, *itertools.accumulate(len(rows) for rows in out_rows)]
     starts = torch.tensor(kptr, dtype=torch.int64, device=coords.device)
     return [torch.cat(in_rows), torch.cat(out_rows), starts]

@@ -42,6 +42,11 @@ __device__ __forceinline__ uint32_t next_slot(uint32_t slot, uint32_t capacity) 
   return slot + 1 == capacity ? 0 : slot + 1;
 }
 
+// Bricks that a word of a bitmap in Morton order has cells of.
+__device__ __forceinline__ int bricks_of(uint32_t word) {
+  return __popc(((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u);
+}
+
 // Rows to work on: `n`, or as many as the device says (kernels.h), from row `begin` of all on.
 struct Rows {
   int64_t n;

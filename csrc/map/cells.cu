@@ -13,33 +13,21 @@ namespace {
 
 using namespace detail;
 
-__device__ __forceinline__ int bytes_in_use(uint32_t word) {
-  return __popc(((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u);
-}
-
 // Words of a bitmap up to the last cell of these bounds.
 __device__ __forceinline__ int64_t words_within(const int* bounds) {
   return int64_t{1} << max(total_bits(box_of(bounds, {})) - 5, 0);
 }
 
-// Whether a block's words of a bitmap lie behind the cells of these bounds.
-__device__ __forceinline__ bool behind(const int* bounds, const Cells& cells) {
-  if (bounds == nullptr) return false;
-  const int64_t block = blockIdx.x - (blockIdx.x >= cells.row_blocks ? cells.row_blocks : 0);
-  return block * kWordsPerBlock >= words_within(bounds);
-}
-
 // Bits of every kWordsPerBlock words of both bitmaps, and their numbers of cells and of bricks.
-__global__ void __launch_bounds__(kThreads) count_bits(const Cells cells, const int* bounds) {
-  if (behind(bounds, cells)) return;
+__global__ void __launch_bounds__(kThreads) count_bits(const Cells cells) {
   __shared__ int warp_bits[kThreads / 32], warp_bytes[kThreads / 32];
   const int t = threadIdx.x, warp = t / 32, lane = t % 32;
-  const uint4 words = cells.four_words();
+  const uint4 words = reinterpret_cast<const uint4*>(cells.rows)[int64_t{blockIdx.x} * kThreads + t];  // bricks are behind
   const bool bricks = blockIdx.x >= cells.row_blocks;
   const int bits =
       __reduce_add_sync(0xffffffffu, __popc(words.x) + __popc(words.y) + __popc(words.z) + __popc(words.w));
-  const int bytes = __reduce_add_sync(
-      0xffffffffu, bytes_in_use(words.x) + bytes_in_use(words.y) + bytes_in_use(words.z) + bytes_in_use(words.w));
+  const int bytes =
+      __reduce_add_sync(0xffffffffu, bricks_of(words.x) + bricks_of(words.y) + bricks_of(words.z) + bricks_of(words.w));
   if (lane == 0) {
     warp_bits[warp] = bits;
     warp_bytes[warp] = bytes;
@@ -57,19 +45,7 @@ __global__ void __launch_bounds__(kThreads) count_bits(const Cells cells, const 
     atomicAdd(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(amount));
   };
   if (bricks) add(&cells.stats->bricks, total_bytes);
-  if (!bricks || cells.row_blocks == 0) add(&cells.stats->count, total_bits);
-}
-
-// Sets the bits of rows, if all are packable and their box is not larger than the bitmap.
-__global__ void __launch_bounds__(kThreads)
-    mark_rows(const int4* coords, int64_t n, const CoordStats* stats, int max_bits, uint32_t* bits) {
-  const CoordBox box = whole_bricks(make_box(stats->min, stats->max));
-  if (stats->bad_row != -1 || total_bits(box) > max_bits) return;
-  const int64_t step = int64_t(gridDim.x) * kThreads;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
-    const auto code = static_cast<uint32_t>(morton(box, coords[i]));
-    atomicOr(bits + code / 32, 1u << (code % 32));
-  }
+  if (!bricks) add(&cells.stats->count, total_bits);
 }
 
 __device__ __forceinline__ void empty_table(uint4* table, int64_t capacity) {
@@ -191,23 +167,6 @@ cudaError_t index_with(const Cells& cells, const CoordBox& box, int64_t count, i
   return cudaGetLastError();
 }
 
-// Workspace of survey_coords.
-struct Survey {
-  int max_bits;  // of a box that the bitmap holds: few voxels do not clear 32 MiB
-  int64_t words;
-  uint32_t* bits;
-  int *block_bits, *ranks;
-  size_t total_bytes;
-
-  Survey(void* base, int64_t n) : max_bits(n >= 1 << 16 ? 28 : 24), words(words_of(max_bits)) {
-    Carver carve(base);
-    bits = carve.take<uint32_t>(words);
-    block_bits = carve.take<int>(words / kWordsPerBlock);
-    ranks = carve.take<int>(words);
-    total_bytes = carve.bytes;
-  }
-};
-
 }  // namespace
 
 CoordBox cell_box(CoordBox box) { return whole_bricks(box); }
@@ -222,7 +181,7 @@ cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t strea
 
 cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t stream) {
   const Cells cells(workspace, box);
-  count_bits<<<cells.blocks, kThreads, 0, stream>>>(cells, nullptr);
+  count_bits<<<cells.blocks, kThreads, 0, stream>>>(cells);
   return cudaGetLastError();
 }
 
@@ -231,43 +190,6 @@ cudaError_t index_cells(const CoordBox& box, const int* bounds, void* workspace,
   if (count < 0 || count > INT_MAX || capacity < 1 || capacity > UINT_MAX) return cudaErrorInvalidValue;
   const Sized sized{count, bounds, found, made};
   return index_with(Cells(workspace, box), box, count, coords, order, table, capacity, sized, stream);
-}
-
-size_t survey_workspace(int64_t n) { return Survey(nullptr, n).total_bytes; }
-
-cudaError_t survey_coords(const int* coords, int64_t n, SurveyStats* stats, void* workspace, cudaStream_t stream) {
-  if (n < 0 || n > INT_MAX) return cudaErrorInvalidValue;
-  const Survey survey(workspace, n);
-  const auto* rows = reinterpret_cast<const int4*>(coords);
-  cudaError_t error = measure_coords(coords, n, &stats->coords, &stats->cells, survey.bits, survey.words, stream);
-  if (error != cudaSuccess) return error;
-  mark_rows<<<blocks_for(n), kThreads, 0, stream>>>(rows, n, &stats->coords, survey.max_bits, survey.bits);
-  if ((error = cudaGetLastError()) != cudaSuccess) return error;
-  Cells cells{};
-  cells.bricks = survey.bits;
-  cells.stats = &stats->cells;
-  cells.block_bits = survey.block_bits;
-  cells.blocks = static_cast<unsigned>(survey.words / kWordsPerBlock);
-  count_bits<<<cells.blocks, kThreads, 0, stream>>>(cells, stats->coords.min);
-  return cudaGetLastError();
-}
-
-bool survey_holds(const SurveyStats& stats, int64_t n) {
-  const CoordBox box = cell_box(box_around(stats.coords.min, stats.coords.max));
-  return stats.coords.bad_row == -1 && bits_of(box) <= Survey(nullptr, n).max_bits && stats.cells.count == n;
-}
-
-cudaError_t index_survey(const SurveyStats& stats, const int* coords, int64_t n, void* workspace, int* order,
-                         Brick* table, int64_t capacity, cudaStream_t stream) {
-  if (!survey_holds(stats, n) || capacity < 1 || capacity > UINT_MAX) return cudaErrorInvalidValue;
-  const CoordBox box = cell_box(box_around(stats.coords.min, stats.coords.max));
-  const Survey survey(workspace, n);
-  Cells cells{};
-  cells.bricks = survey.bits;
-  cells.block_bits = survey.block_bits;
-  cells.ranks = survey.ranks;
-  cells.blocks = static_cast<unsigned>(words_of(bits_of(box)) / kWordsPerBlock);
-  return index_with(cells, box, n, const_cast<int*>(coords), order, table, capacity, {n}, stream);
 }
 
 }  // namespace voxmma

@@ -14,7 +14,7 @@ inline constexpr int kWordsPerBlock = 4 * kThreads;
 inline int64_t words_of(int box_bits) { return box_bits > 15 ? int64_t{1} << (box_bits - 5) : kWordsPerBlock; }
 
 struct Cells {
-  uint32_t* rows;    // [words] bit of cell (v - low of batch, x, y, z in box.bits bits each); survey_coords has none
+  uint32_t* rows;    // [words] bit of cell (v - low of batch, x, y, z in box.bits bits each)
   uint32_t* bricks;  // [words] bit of its Morton code; right behind `rows`
   CellStats* stats;
   unsigned* begun;              // blocks of index_cells that have begun to scan, and what they counted: scan.cuh
@@ -40,11 +40,6 @@ struct Cells {
     ranks = carve.take<int>(words);
     total_bytes = carve.bytes;
   }
-
-  __device__ __forceinline__ uint4 four_words() const {  // of this thread
-    const auto* fours = reinterpret_cast<const uint4*>(row_blocks == 0 ? bricks : rows);
-    return fours[int64_t{blockIdx.x} * kThreads + threadIdx.x];
-  }
 };
 
 static_assert(kWordsPerBlock * 32 == 1 << 15, "the fewest words are one block's");
@@ -53,9 +48,8 @@ static_assert(kWordsPerBlock * 32 == 1 << 15, "the fewest words are one block's"
 
 namespace voxmma {
 
-// Writes extents and bad_row of `stats`, zeros `cells` (or null) and `words` words of `bits`.
-cudaError_t measure_coords(const int* coords, int64_t n, CoordStats* stats, CellStats* cells, uint32_t* bits,
-                           int64_t words, cudaStream_t);
+// Writes extents and bad_row of `stats`, and zeros `cells` (or null).
+cudaError_t measure_coords(const int* coords, int64_t n, CoordStats* stats, CellStats* cells, cudaStream_t);
 
 static_assert(offsetof(CoordStats, max) == offsetof(CoordStats, min) + 4 * sizeof(int), "bounds are read as 8 numbers");
 

@@ -54,12 +54,9 @@ __global__ void init_sized(SizedStats* stats, int* bounds, const int64_t* count)
   init_bounds(bounds);
 }
 
-// Extents [8] of the valid rows, and the first row that is none. Clears a bitmap on the way.
+// Extents [8] of the valid rows, and the first row that is none.
 __global__ void __launch_bounds__(kThreads)
-    measure(const int4* coords, const Rows rows, const __grid_constant__ Range range, int* bounds, int64_t* bad_row,
-            uint4* bits, int64_t fours) {
-  const int64_t step = int64_t(gridDim.x) * kThreads;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < fours; i += step) bits[i] = make_uint4(0, 0, 0, 0);
+    measure(const int4* coords, const Rows rows, const __grid_constant__ Range range, int* bounds, int64_t* bad_row) {
   const Extents mine = measure_block(coords, rows, range);
   if (threadIdx.x == 0 && mine.bad != INT_MAX) report_smallest(bad_row, mine.bad);
   if (threadIdx.x < 4 && mine.low <= mine.high) {
@@ -149,15 +146,12 @@ int bits_of(const CoordBox& box) { return total_bits(box); }
 
 CoordBox box_around(const int* min, const int* max) { return make_box(min, max); }
 
-cudaError_t measure_coords(const int* coords, int64_t n, CoordStats* stats, CellStats* cells, uint32_t* bits,
-                           int64_t words, cudaStream_t stream) {
+cudaError_t measure_coords(const int* coords, int64_t n, CoordStats* stats, CellStats* cells, cudaStream_t stream) {
   init_stats<<<1, 1, 0, stream>>>(stats, cells);
   const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess || (n == 0 && words == 0)) return error;
-  const int blocks = blocks_for(n > words / 4 ? n : words / 4);
-  auto* fours = reinterpret_cast<uint4*>(bits);
-  measure<<<blocks, kThreads, 0, stream>>>(reinterpret_cast<const int4*>(coords), Rows{n}, Range{}, stats->min,
-                                           &stats->bad_row, fours, words / 4);
+  if (error != cudaSuccess || n == 0) return error;
+  measure<<<blocks_for(n), kThreads, 0, stream>>>(reinterpret_cast<const int4*>(coords), Rows{n}, Range{}, stats->min,
+                                                  &stats->bad_row);
   return cudaGetLastError();
 }
 
@@ -175,14 +169,14 @@ cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
   cudaError_t error = make_workspace(args.workspace, args.n, &w);
   if (error != cudaSuccess) return error;
   if (args.stats != nullptr) {
-    error = measure_coords(args.coords, args.n, args.stats, nullptr, nullptr, 0, stream);
+    error = measure_coords(args.coords, args.n, args.stats, nullptr, stream);
     if (error != cudaSuccess) return error;
   }
   if (args.sized != nullptr) {
     init_sized<<<1, 1, 0, stream>>>(args.sized, args.bounds, args.count);
     if ((error = cudaGetLastError()) != cudaSuccess || n == 0) return error;
     measure<<<blocks, kThreads, 0, stream>>>(reinterpret_cast<const int4*>(args.coords), Rows{n, args.count}, range,
-                                             args.bounds, &args.sized->bad_row, nullptr, 0);
+                                             args.bounds, &args.sized->bad_row);
     if ((error = cudaGetLastError()) != cudaSuccess) return error;
   }
   if (n == 0) return cudaSuccess;

@@ -1,10 +1,11 @@
-// Order and index of rows whose number the device knows, without a sort: a bitmap in Morton order of which only words in
+// Order and index of rows without a sort: a bitmap in Morton order of which only words in
 // use have memory. An upper bitmap has a bit for each of its words.
 #include <algorithm>
 #include <climits>
 #include <cstddef>
 
 #include "bricks.cuh"
+#include "cells.cuh"
 #include "grid.cuh"
 #include "measure.cuh"
 #include "scan.cuh"
@@ -14,8 +15,16 @@ namespace {
 
 using namespace detail;
 
-constexpr int kMaxIndexBits = 32;    // an upper bitmap of 16 MiB
-constexpr int kMeasureBlocks = 256;  // every block of mark_upper reads what they found
+constexpr int kMaxIndexBits = 32;                // an upper bitmap of 16 MiB
+constexpr int64_t kMaxIndexRows = INT_MAX / 32;  // a place is a number
+constexpr int kMeasureBlocks = 256;              // every block of mark_upper reads what they found
+
+// What is told of the rows, in device memory.
+struct Told {
+  int* bounds;  // [8] smallest and largest coordinates
+  SizedStats* sized;
+  SurveyStats* survey;  // one of the two
+};
 
 struct Counters {
   unsigned upper_blocks, lower_blocks;  // that have begun to scan
@@ -36,10 +45,11 @@ struct Index {
   Found* found;
   Counters* counters;
   int64_t upper_words, lower_words;
+  int box_bits;  // most that a box may have
   size_t total_bytes;
 
   Index() = default;
-  __host__ Index(void* base, int box_bits, int64_t n) {
+  __host__ Index(void* base, int box_bits_, int64_t n) : box_bits(box_bits_) {
     const auto whole = [](int64_t words) { return (words + kScanWords - 1) / kScanWords * kScanWords; };
     upper_words = whole(box_bits > 10 ? int64_t{1} << (box_bits - 10) : 1);
     lower_words = whole(std::max<int64_t>(n, 1));
@@ -71,8 +81,10 @@ __global__ void __launch_bounds__(kThreads)
   fill(reinterpret_cast<uint4*>(index.lower), index.lower_words / 4, make_uint4(0, 0, 0, 0));
   fill(index.upper_sum, index.upper_words / kScanWords, 0ull);
   fill(index.lower_sum, index.lower_words / kScanWords, 0ull);
-  fill(args.order, args.n, -1);
-  fill(table, capacity, make_uint4(~0u, kNoBrick, ~0u, ~0u));
+  if (table != nullptr) {
+    fill(args.order, args.n, -1);
+    fill(table, capacity, make_uint4(~0u, kNoBrick, ~0u, ~0u));
+  }
   const Extents mine = measure_block(reinterpret_cast<const int4*>(args.coords), Rows{args.n, args.count}, range);
   Found& found = index.found[blockIdx.x];
   if (threadIdx.x < 4) {
@@ -107,17 +119,29 @@ __device__ __forceinline__ void join_found(const Index& index, int blocks, Found
   __syncthreads();
 }
 
-// Sets the upper bits, and tells what survey found.
-__global__ void __launch_bounds__(kThreads) mark_upper(const Index index, const __grid_constant__ OrderArgs args,
-                                                       const __grid_constant__ Range range, int blocks) {
+// Sets the upper bits, if there is one for each word, and tells what survey found.
+__global__ void __launch_bounds__(kThreads)
+    mark_upper(const Index index, const __grid_constant__ OrderArgs args, const __grid_constant__ Range range,
+               int blocks, const Told told) {
   __shared__ Found all;
   join_found(index, blocks, &all);
   if (blockIdx.x == 0 && threadIdx.x < 4) {
-    args.bounds[threadIdx.x] = all.low[threadIdx.x];
-    args.bounds[4 + threadIdx.x] = all.high[threadIdx.x];
-    if (threadIdx.x == 0) *args.sized = {*args.count, all.bad == INT_MAX ? -1 : all.bad, -1, 0};
+    told.bounds[threadIdx.x] = all.low[threadIdx.x];
+    told.bounds[4 + threadIdx.x] = all.high[threadIdx.x];
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    const int64_t bad = all.bad == INT_MAX ? -1 : all.bad;
+    if (told.sized != nullptr) {
+      *told.sized = {*args.count, bad, -1, 0};
+    } else {
+      told.survey->coords.bad_row = bad;
+      told.survey->coords.duplicate = -1;
+      told.survey->coords.bricks = 0;
+      told.survey->cells = CellStats{};
+    }
   }
   const CoordBox box = whole_bricks(make_box(all.low, all.high));
+  if (total_bits(box) > index.box_bits) return;
   const int64_t step = int64_t(gridDim.x) * kThreads, n = Rows{args.n, args.count}.number();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
     const int4 c = reinterpret_cast<const int4*>(args.coords)[i];
@@ -133,26 +157,41 @@ __global__ void __launch_bounds__(kThreads) mark_upper(const Index index, const 
   }
 }
 
-// Ranks of `words` words, in blocks that take their turn by `begun`, and their set bits in `total`.
-__device__ __forceinline__ void rank_words(const uint32_t* bits, int* ranks, unsigned long long* sums, unsigned* begun,
-                                           int64_t words, int* total) {
+// Ranks of `words` words, in blocks that take their turn by `begun`, and their set bits in `total`. Returns the turn.
+__device__ __forceinline__ int rank_words(const uint32_t* bits, int* ranks, unsigned long long* sums, unsigned* begun,
+                                          int64_t words, int* total) {
   const int turn = take_turn(begun), t = threadIdx.x;
-  if (int64_t{turn} * kScanWords >= words) return;
+  if (int64_t{turn} * kScanWords >= words) return turn;
   const Scan scan = scan_words(bits, turn);
   const int before = sum_before(sums, turn, scan.all);
   if (scan.mine != 0) reinterpret_cast<int4*>(ranks)[int64_t{turn} * kThreads + t] = ranks_of(scan, before);
   if (t == 0 && int64_t{turn + 1} * kScanWords >= words) *total = before + scan.all;
+  return turn;
 }
 
-__global__ void __launch_bounds__(kThreads) rank_upper(const Index index, const int* bounds) {
-  const int bits = total_bits(whole_bricks(make_box(bounds, bounds + 4)));
+__global__ void __launch_bounds__(kThreads) rank_upper(const Index index, const Told told) {
+  const int bits = total_bits(whole_bricks(make_box(told.bounds, told.bounds + 4)));
+  if (bits > index.box_bits) return;
   rank_words(index.upper, index.upper_rank, index.upper_sum, &index.counters->upper_blocks,
              bits > 10 ? int64_t{1} << (bits - 10) : 1, &index.counters->words);
 }
 
-__global__ void __launch_bounds__(kThreads) rank_lower(const Index index) {
-  rank_words(index.lower, index.lower_rank, index.lower_sum, &index.counters->lower_blocks, index.counters->words,
-             &index.counters->cells);
+__global__ void __launch_bounds__(kThreads) rank_lower(const Index index, const Told told) {
+  __shared__ int bricks;
+  const int words = index.counters->words;
+  const int turn = rank_words(index.lower, index.lower_rank, index.lower_sum, &index.counters->lower_blocks, words,
+                              &index.counters->cells);
+  if (told.survey == nullptr || int64_t{turn} * kScanWords >= words) return;
+  if (threadIdx.x == 0) bricks = 0;
+  __syncthreads();
+  const uint4 four = reinterpret_cast<const uint4*>(index.lower)[int64_t{turn} * kThreads + threadIdx.x];
+  const int mine = bricks_of(four.x) + bricks_of(four.y) + bricks_of(four.z) + bricks_of(four.w);
+  const int warp_bricks = __reduce_add_sync(0xffffffffu, mine);
+  if (threadIdx.x % 32 == 0 && warp_bricks != 0) atomicAdd(&bricks, warp_bricks);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  atomicAdd(reinterpret_cast<unsigned long long*>(&told.survey->cells.bricks), static_cast<unsigned long long>(bricks));
+  if (int64_t{turn + 1} * kScanWords >= words) told.survey->cells.count = index.counters->cells;
 }
 
 __device__ __forceinline__ uint32_t below(uint32_t word, int bit) { return word & ((1u << bit) - 1); }
@@ -160,6 +199,7 @@ __device__ __forceinline__ uint32_t below(uint32_t word, int bit) { return word 
 // Sets the lower bits.
 __global__ void __launch_bounds__(kThreads)
     mark_lower(const Index index, const __grid_constant__ OrderArgs args, const __grid_constant__ Range range) {
+  if (index.counters->words == 0) return;
   const int64_t step = int64_t(gridDim.x) * kThreads, n = Rows{args.n, args.count}.number();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
     const auto code = static_cast<uint32_t>(index.place[i]);
@@ -174,7 +214,8 @@ __device__ __forceinline__ int rank_of(const Index& index, int place) {
   return index.lower_rank[place / 32] + __popc(below(index.lower[place / 32], place % 32));
 }
 
-// Order and bricks. Of rows of one place the first has the rank.
+// Order and bricks. Of rows of one place the first has the rank; where there are none, the order need not be empty before.
+template <bool kDistinct>
 __global__ void __launch_bounds__(kThreads)
     place_rows(const Index index, const __grid_constant__ OrderArgs args, Brick* table, uint32_t capacity) {
   const int64_t step = int64_t(gridDim.x) * kThreads, n = Rows{args.n, args.count}.number();
@@ -183,8 +224,13 @@ __global__ void __launch_bounds__(kThreads)
     if (place == -1) continue;
     const uint32_t word = index.lower[place / 32], mask = word >> (place & 24) & 0xff;
     const int rank = index.lower_rank[place / 32] + __popc(below(word, place % 32));
-    const unsigned before = atomicMin(reinterpret_cast<unsigned*>(args.order) + rank, static_cast<unsigned>(i));
-    if (before == ~0u && below(mask, place & 7) == 0) {
+    bool first = true;
+    if (kDistinct) {
+      args.order[rank] = static_cast<int>(i);
+    } else {
+      first = atomicMin(reinterpret_cast<unsigned*>(args.order) + rank, static_cast<unsigned>(i)) == ~0u;
+    }
+    if (first && below(mask, place & 7) == 0) {
       insert_brick(table, capacity, brick_key(reinterpret_cast<const int4*>(args.coords)[i]), rank, mask);
     }
   }
@@ -205,11 +251,42 @@ __global__ void __launch_bounds__(kThreads) find_repeats(const Index index, cons
   }
 }
 
+// Rows to bitmaps, and ranks of their words.
+cudaError_t make_bitmaps(const Index& index, const OrderArgs& args, const Told& told, Brick* table, int64_t capacity,
+                         cudaStream_t stream) {
+  const Range range(args);
+  const int blocks = blocks_for(args.n);
+  const int measured = std::min(blocks_for(std::max(args.n, index.upper_words / 4)), kMeasureBlocks);
+  const auto scan_blocks = [](int64_t words) { return static_cast<unsigned>(words / kScanWords); };
+  auto* const slots = reinterpret_cast<uint4*>(table);
+  survey<<<measured, kThreads, 0, stream>>>(index, args, range, slots, capacity);
+  cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  mark_upper<<<blocks, kThreads, 0, stream>>>(index, args, range, measured, told);
+  if ((error = cudaGetLastError()) != cudaSuccess) return error;
+  rank_upper<<<scan_blocks(index.upper_words), kThreads, 0, stream>>>(index, told);
+  if ((error = cudaGetLastError()) != cudaSuccess) return error;
+  mark_lower<<<blocks, kThreads, 0, stream>>>(index, args, range);
+  if ((error = cudaGetLastError()) != cudaSuccess) return error;
+  rank_lower<<<scan_blocks(index.lower_words), kThreads, 0, stream>>>(index, told);
+  return cudaGetLastError();
+}
+
+// Of rows that the host knows the number of, and nothing else: few do not clear 16 MiB.
+Index survey_index(void* workspace, int64_t n) { return {workspace, n >= 1 << 16 ? kMaxIndexBits : 30, n}; }
+
+OrderArgs survey_args(const int* coords, int64_t n) {
+  OrderArgs args{};
+  args.coords = coords;
+  args.n = n;
+  return args;
+}
+
 }  // namespace
 
 size_t index_workspace(const CoordBox& box, int64_t n) {
   const int bits = total_bits(box);
-  return bits > kMaxIndexBits || n > INT_MAX / 32 ? 0 : Index(nullptr, bits, n).total_bytes;
+  return bits > kMaxIndexBits || n > kMaxIndexRows ? 0 : Index(nullptr, bits, n).total_bytes;
 }
 
 cudaError_t index_coords(const OrderArgs& args, Brick* table, int64_t capacity, cudaStream_t stream) {
@@ -218,24 +295,40 @@ cudaError_t index_coords(const OrderArgs& args, Brick* table, int64_t capacity, 
     return cudaErrorInvalidValue;
   }
   const Index index(args.workspace, total_bits(args.box), args.n);
-  const Range range(args);
-  const int blocks = blocks_for(args.n),
-            measured = std::min(blocks_for(std::max(args.n, index.upper_words / 4)), kMeasureBlocks);
-  const auto scan_blocks = [](int64_t words) { return static_cast<unsigned>(words / kScanWords); };
-  survey<<<measured, kThreads, 0, stream>>>(index, args, range, reinterpret_cast<uint4*>(table), capacity);
-  cudaError_t error = cudaGetLastError();
+  cudaError_t error = make_bitmaps(index, args, {args.bounds, args.sized, nullptr}, table, capacity, stream);
   if (error != cudaSuccess) return error;
-  mark_upper<<<blocks, kThreads, 0, stream>>>(index, args, range, measured);
-  if ((error = cudaGetLastError()) != cudaSuccess) return error;
-  rank_upper<<<scan_blocks(index.upper_words), kThreads, 0, stream>>>(index, args.bounds);
-  if ((error = cudaGetLastError()) != cudaSuccess) return error;
-  mark_lower<<<blocks, kThreads, 0, stream>>>(index, args, range);
-  if ((error = cudaGetLastError()) != cudaSuccess) return error;
-  rank_lower<<<scan_blocks(index.lower_words), kThreads, 0, stream>>>(index);
-  if ((error = cudaGetLastError()) != cudaSuccess) return error;
-  place_rows<<<blocks, kThreads, 0, stream>>>(index, args, table, static_cast<uint32_t>(capacity));
+  const int blocks = blocks_for(args.n);
+  place_rows<false><<<blocks, kThreads, 0, stream>>>(index, args, table, static_cast<uint32_t>(capacity));
   if ((error = cudaGetLastError()) != cudaSuccess) return error;
   find_repeats<<<blocks, kThreads, 0, stream>>>(index, args);
+  return cudaGetLastError();
+}
+
+size_t survey_workspace(int64_t n) { return survey_index(nullptr, std::min(n, kMaxIndexRows)).total_bytes; }
+
+cudaError_t survey_coords(const int* coords, int64_t n, SurveyStats* stats, void* workspace, cudaStream_t stream) {
+  if (n < 0 || n > INT_MAX) return cudaErrorInvalidValue;
+  const Told told{stats->coords.min, nullptr, stats};
+  OrderArgs args = survey_args(coords, n);
+  if (n > kMaxIndexRows) return measure_coords(coords, n, &stats->coords, &stats->cells, stream);
+  return make_bitmaps(survey_index(workspace, n), args, told, nullptr, 0, stream);
+}
+
+bool survey_holds(const SurveyStats& stats, int64_t n) {
+  const CoordBox box = cell_box(box_around(stats.coords.min, stats.coords.max));
+  return stats.coords.bad_row == -1 && n <= kMaxIndexRows && bits_of(box) <= survey_index(nullptr, n).box_bits &&
+         stats.cells.count == n;
+}
+
+cudaError_t index_survey(const SurveyStats& stats, const int* coords, int64_t n, void* workspace, int* order,
+                         Brick* table, int64_t capacity, cudaStream_t stream) {
+  if (!survey_holds(stats, n) || capacity < 1 || capacity > UINT_MAX) return cudaErrorInvalidValue;
+  const cudaError_t error = cudaMemsetAsync(table, 0xff, size_t(capacity) * sizeof(Brick), stream);
+  if (error != cudaSuccess || n == 0) return error;
+  OrderArgs args = survey_args(coords, n);
+  args.order = order;
+  const auto slots = static_cast<uint32_t>(capacity);
+  place_rows<true><<<blocks_for(n), kThreads, 0, stream>>>(survey_index(workspace, n), args, table, slots);
   return cudaGetLastError();
 }
 

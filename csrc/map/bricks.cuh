@@ -101,11 +101,12 @@ __device__ __forceinline__ CoordBox box_of(const int* bounds, const CoordBox& bo
 }
 
 // Morton code of a row inside the box, batch above.
-__device__ __forceinline__ uint64_t morton(const CoordBox& box, int4 c) {
+template <class Key>
+__device__ __forceinline__ Key morton(const CoordBox& box, int4 c) {
   const uint32_t x = uint32_t(c.y) - uint32_t(box.low[1]);
   const uint32_t y = uint32_t(c.z) - uint32_t(box.low[2]);
   const uint32_t z = uint32_t(c.w) - uint32_t(box.low[3]);
-  uint64_t key = uint32_t(c.x) - uint32_t(box.low[0]);
+  Key key = uint32_t(c.x) - uint32_t(box.low[0]);
   for (int level = max(box.bits[1], max(box.bits[2], box.bits[3])) - 1; level >= 0; --level) {
     if (level < box.bits[1]) key = (key << 1) | ((x >> level) & 1u);
     if (level < box.bits[2]) key = (key << 1) | ((y >> level) & 1u);

@@ -22,7 +22,8 @@ __device__ __forceinline__ int64_t words_within(const int* bounds) {
 __global__ void __launch_bounds__(kThreads) count_bits(const Cells cells) {
   __shared__ int warp_bits[kThreads / 32], warp_bytes[kThreads / 32];
   const int t = threadIdx.x, warp = t / 32, lane = t % 32;
-  const uint4 words = reinterpret_cast<const uint4*>(cells.rows)[int64_t{blockIdx.x} * kThreads + t];  // bricks are behind
+  const uint4 words =
+      reinterpret_cast<const uint4*>(cells.rows)[int64_t{blockIdx.x} * kThreads + t];  // bricks are behind
   const bool bricks = blockIdx.x >= cells.row_blocks;
   const int bits =
       __reduce_add_sync(0xffffffffu, __popc(words.x) + __popc(words.y) + __popc(words.z) + __popc(words.w));
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t step = int64_t(gridDim.x) * kThreads, n = rows.number();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
     const int4 c = coords[i];
-    const auto cell = static_cast<uint32_t>(morton(box, c));
+    const auto cell = morton<uint32_t>(box, c);
     const uint32_t word = cells.bricks[cell / 32];
     const int rank = cells.ranks[cell / 32] + __popc(word & ((1u << cell % 32) - 1));
     order[rank] = static_cast<int>(i);

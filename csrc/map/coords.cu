@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
     uint32_t key = ~0u;
     if (row < number) {
       const int4 c = coords[row];
-      if (args.sized == nullptr || range.has(c)) key = static_cast<uint32_t>(morton(box, c) >> (32 * word));
+      if (args.sized == nullptr || range.has(c)) key = static_cast<uint32_t>(morton<uint64_t>(box, c) >> (32 * word));
     }
     key_out[i] = key;
     if (rows == nullptr) row_out[i] = row;

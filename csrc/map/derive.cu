@@ -18,18 +18,38 @@ using namespace detail;
 // is no key: 32-bit keys have at most 31 bits, and batch - low ends at 1022.
 constexpr int kNarrowBits = 31;
 
+// A divisor that is mostly a power of two, at least 1.
+struct Divisor {
+  int value, shift;  // -1: none
+
+  Divisor() = default;
+  __host__ Divisor(int value_) : value(value_), shift(-1) {
+    for (int bits = 0; bits < 31; ++bits) {
+      if (value == 1 << bits) shift = bits;
+    }
+  }
+  __device__ __forceinline__ int floor(int v) const {
+    if (shift >= 0) return v >> shift;
+    const int quotient = v / value;
+    return quotient - (v - quotient * value < 0);
+  }
+  __device__ __forceinline__ int rest(int v) const { return v - floor(v) * value; }
+};
+
 // What the kernels need to know about one axis.
 struct Axis {
-  int size, stride, dilation, padding;
-  int slots;    // most sites that a coordinate leads to
-  int period;   // to windows: kernel positions from one site to the next
-  int shared;   // gcd of stride and dilation
-  int inverse;  // of dilation / shared, modulo period
-  int end;      // sites lie in [0, end); 0: anywhere
+  int size, dilation, padding;
+  Divisor stride;
+  int slots;       // most sites that a coordinate leads to
+  Divisor period;  // to windows: kernel positions from one site to the next
+  Divisor shared;  // gcd of stride and dilation
+  int inverse;     // of dilation / shared, modulo period
+  int end;         // sites lie in [0, end); 0: anywhere
 };
 
 struct Rule {
   Axis axis[3];
+  Divisor slots, slots_yz, slots_z;  // candidates of a row, and those of a site along x, and along x and y
   bool to_children;
   CoordBox box;
 };
@@ -47,19 +67,18 @@ Rule make_rule(const ExpandArgs& args) {
     axis.dilation = args.dilation[a];
     axis.padding = args.padding[a];
     axis.end = args.shape[a];
-    axis.shared = gcd(axis.stride, axis.dilation);
-    axis.period = axis.stride / axis.shared;
-    axis.slots = args.to_children ? axis.size : (axis.size + axis.period - 1) / axis.period;
-    const int64_t step = axis.dilation / axis.shared % axis.period;
+    const int shared = gcd(args.stride[a], args.dilation[a]), period = args.stride[a] / shared;
+    axis.shared = shared;
+    axis.period = period;
+    axis.slots = args.to_children ? axis.size : (axis.size + period - 1) / period;
+    const int64_t step = axis.dilation / shared % period;
     axis.inverse = 0;
-    while (axis.period > 1 && step * axis.inverse % axis.period != 1) ++axis.inverse;
+    while (period > 1 && step * axis.inverse % period != 1) ++axis.inverse;
   }
+  rule.slots_z = rule.axis[2].slots;
+  rule.slots_yz = rule.axis[1].slots * rule.axis[2].slots;
+  rule.slots = rule.axis[0].slots * rule.slots_yz.value;
   return rule;
-}
-
-__host__ __device__ __forceinline__ int floor_div(int value, int div) {
-  const int quotient = value / div;
-  return quotient - (value % div < 0);
 }
 
 __device__ __forceinline__ bool on_grid(const Axis& axis, int v) {
@@ -69,16 +88,15 @@ __device__ __forceinline__ bool on_grid(const Axis& axis, int v) {
 // The j-th site that coordinate v leads to along an axis; false when there is none.
 __device__ __forceinline__ bool site(const Axis& axis, bool to_children, int v, int j, int& out) {
   if (to_children) {
-    out = v * axis.stride - axis.padding + j * axis.dilation;
+    out = v * axis.stride.value - axis.padding + j * axis.dilation;
     return on_grid(axis, out);
   }
   // (v + padding - k * dilation) / stride must be whole. With g = gcd(stride, dilation) there is such a k only if g
   // divides q = v + padding; then it is of one residue modulo stride / g.
-  const int q = v + axis.padding, shared = floor_div(q, axis.shared);
-  const int64_t residue = shared - floor_div(shared, axis.period) * axis.period;
-  const int k = static_cast<int>(residue * axis.inverse % axis.period) + j * axis.period;
-  out = k < axis.size ? floor_div(q - k * axis.dilation, axis.stride) : 0;
-  return k < axis.size && shared * axis.shared == q && on_grid(axis, out);
+  const int q = v + axis.padding, shared = axis.shared.floor(q);
+  const int k = axis.period.rest(axis.period.rest(shared) * axis.inverse) + j * axis.period.value;  // of up to 2^24
+  out = k < axis.size ? axis.stride.floor(q - k * axis.dilation) : 0;
+  return k < axis.size && shared * axis.shared.value == q && on_grid(axis, out);
 }
 
 template <class Key>
@@ -114,44 +132,44 @@ __device__ __forceinline__ bool insert(Key* table, uint32_t capacity, Key key, b
 
 // Candidate i of the rows: (row, site of it). False when there is none.
 __device__ __forceinline__ bool candidate(const int4* coords, const Rule& rule, uint32_t i, int4& out) {
-  const int slots_z = rule.axis[2].slots, slots_yz = rule.axis[1].slots * slots_z;
-  const int slots = rule.axis[0].slots * slots_yz;
-  const uint32_t row = i / uint32_t(slots), rest = i - row * uint32_t(slots);
+  const int row = rule.slots.floor(static_cast<int>(i)), rest = static_cast<int>(i) - row * rule.slots.value;
+  const int x = rule.slots_yz.floor(rest), yz = rest - x * rule.slots_yz.value, y = rule.slots_z.floor(yz);
   const int4 c = coords[row];
   out.x = c.x;
-  bool exists = site(rule.axis[0], rule.to_children, c.y, int(rest) / slots_yz, out.y);
-  exists = site(rule.axis[1], rule.to_children, c.z, int(rest) % slots_yz / slots_z, out.z) && exists;
-  return site(rule.axis[2], rule.to_children, c.w, int(rest) % slots_z, out.w) && exists;
+  bool exists = site(rule.axis[0], rule.to_children, c.y, x, out.y);
+  exists = site(rule.axis[1], rule.to_children, c.z, y, out.z) && exists;
+  return site(rule.axis[2], rule.to_children, c.w, yz - y * rule.slots_z.value, out.w) && exists;
 }
 
 __host__ __device__ __forceinline__ int64_t candidates_of(const Rule& rule) {  // of a row
-  return int64_t{rule.axis[0].slots} * rule.axis[1].slots * rule.axis[2].slots;
+  return rule.slots.value;
 }
 
 // Bounds [8] of the packable sites that rows within bounds lead to, none where there are no rows: reach() of
-// voxmma/sparse/derive.py.
+// voxmma/sparse/derive.py. By threads 0..3 of a block, an axis each.
 __device__ __forceinline__ void reach(const int* from, const Rule& rule, int* to) {
-  to[0] = from[0];
-  to[4] = from[4];
-#pragma unroll
-  for (int a = 0; a < 3; ++a) {
-    const Axis& axis = rule.axis[a];
-    const int64_t first = from[1 + a], last = from[5 + a], span = int64_t{axis.size - 1} * axis.dilation;
-    const auto divide = [&](int64_t v) { return (v - (v % axis.stride + axis.stride) % axis.stride) / axis.stride; };
-    int64_t low, high;
-    if (rule.to_children) {
-      low = first * axis.stride - axis.padding;
-      high = last * axis.stride - axis.padding + span;
-    } else {
-      low = -divide(span - axis.padding - first);
-      high = divide(last + axis.padding);
-    }
-    const int64_t begin = axis.end == 0 ? -kCoordBias : 0, end = axis.end == 0 ? kCoordBias - 1 : axis.end - 1;
-    low = min(max(low, begin), end);
-    high = max(min(high, end), low);
-    to[1 + a] = static_cast<int>(from[0] > from[4] ? INT_MAX : low);
-    to[5 + a] = static_cast<int>(from[0] > from[4] ? INT_MIN : high);
+  const int t = threadIdx.x;
+  const bool none = from[0] > from[4];
+  if (t == 0) {
+    to[0] = from[0];
+    to[4] = from[4];
   }
+  if (t < 1 || t > 3) return;
+  const Axis& axis = rule.axis[t - 1];
+  const int first = none ? 0 : from[t], last = none ? 0 : from[4 + t], span = (axis.size - 1) * axis.dilation;
+  int low, high;  // all of less than 2^30
+  if (rule.to_children) {
+    low = first * axis.stride.value - axis.padding;
+    high = last * axis.stride.value - axis.padding + span;
+  } else {
+    low = -axis.stride.floor(span - axis.padding - first);
+    high = axis.stride.floor(last + axis.padding);
+  }
+  const int begin = axis.end == 0 ? -kCoordBias : 0, end = axis.end == 0 ? kCoordBias - 1 : axis.end - 1;
+  low = min(max(low, begin), end);
+  high = max(min(high, end), low);
+  to[t] = none ? INT_MAX : low;
+  to[4 + t] = none ? INT_MIN : high;
 }
 
 // Key of a site; false for one that is not packable, or where that is asked, not in the box. What eager layers know of
@@ -181,7 +199,7 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool sized = rows.count != nullptr;
   const int64_t candidates = rows.number() * candidates_of(rule);
-  if (row_bounds != nullptr && blockIdx.x == 0 && threadIdx.x == 0) reach(row_bounds, rule, bounds);
+  if (row_bounds != nullptr && blockIdx.x == 0) reach(row_bounds, rule, bounds);
   bool outside = false;
   for (int64_t begin = int64_t(blockIdx.x) * kThreads; begin < candidates; begin += int64_t(gridDim.x) * kThreads) {
     const uint32_t i = static_cast<uint32_t>(begin) + threadIdx.x;
@@ -230,13 +248,11 @@ __global__ void __launch_bounds__(kThreads)
   CoordBox box = rule.box;
   const int64_t candidates = rows.number() * candidates_of(rule);
   if (row_bounds != nullptr) {
-    int to[8];
+    __shared__ int to[8];
     reach(row_bounds, rule, to);
+    __syncthreads();
     box = whole_bricks(make_box(to, to + 4));
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (blockIdx.x == 0 && threadIdx.x == 0) bounds[i] = to[i];
-    }
+    if (blockIdx.x == 0 && threadIdx.x < 8) bounds[threadIdx.x] = to[threadIdx.x];
     if (total_bits(box) > total_bits(rule.box)) {
       cells.stats->outside = 1;
       return;
@@ -254,7 +270,7 @@ __global__ void __launch_bounds__(kThreads)
     uint32_t* word = cells.rows + key / 32;
     const uint32_t bit = 1u << (key % 32);
     if ((*static_cast<volatile uint32_t*>(word) & bit) != 0 || (atomicOr(word, bit) & bit) != 0) continue;
-    const auto code = static_cast<uint32_t>(morton(box, c));
+    const auto code = morton<uint32_t>(box, c);
     atomicOr(cells.bricks + code / 32, 1u << (code % 32));
   }
   if (outside) cells.stats->outside = 1;

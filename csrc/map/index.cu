@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
       index.place[i] = -1;
       continue;
     }
-    const auto code = static_cast<uint32_t>(morton(box, c));
+    const auto code = morton<uint32_t>(box, c);
     index.place[i] = static_cast<int>(code);
     uint32_t* word = index.upper + (code >> 10);
     const uint32_t bit = 1u << (code >> 5 & 31);

@@ -199,8 +199,8 @@ struct Tile {
   // Offsets 0 .. that - 1 are in the set. It refused a rank only if it was full, and is so still.
   __device__ __forceinline__ int known_at_first() const { return one_sweep() && b.fill < kSetLimit ? volume : 0; }
 
-  // Searches again from offset k_begin on, until a pass's worth of rows and not more than a round's on top are in the
-  // set. Returns the first offset that is not.
+  // Searches again from offset k_begin on: all of the group at once, or if that fills the set, until a pass's worth of rows
+  // and not more than a round's on top are in it. Returns the first offset that is not.
   __device__ __forceinline__ int search(int k_begin) {
     if (passes == 0) {
       __syncthreads();  // everybody has read `fill`
@@ -210,18 +210,28 @@ struct Tile {
     if (t == 0) b.fill = 0;
     const int group_end = min(volume, k_begin - k_begin % kPassOffsets + kPassOffsets);
     const Query query = Query::make<kDivide>(p.args, row);
-    int known = k_begin;
-    do {
+    int known = k_begin, step = one_sweep() ? kRoundOffsets : group_end - k_begin;
+    while (true) {
       __syncthreads();
       const int from = known;
-      known = min(known + kRoundOffsets, group_end);
+      known = min(known + step, group_end);
+#pragma unroll 1
       for (int k = from; k < known; ++k) s.neighbour[k % kPassOffsets * kTileM + t] = kSetSlots;
       for_neighbours<kDivide, kProbes>(p, from, known, query, [&](int k, int input) {
         s.neighbour[k % kPassOffsets * kTileM + t] = static_cast<uint16_t>(set_insert(s.set_rank, &b.fill, input));
       });
       __syncthreads();
-    } while (known < group_end && b.fill <= kUniqueMax);
-    return known;
+      const int fill = b.fill;
+      if (step > kRoundOffsets && fill >= kSetLimit) {  // it may have refused ranks
+        __syncthreads();
+        clear_set();
+        if (t == 0) b.fill = 0;
+        known = k_begin;
+        step = kRoundOffsets;
+      } else if (known == group_end || fill > kUniqueMax) {
+        return known;
+      }
+    }
   }
 
   // What the offsets k_begin .. k_begin + span - 1 add to a row's colour.

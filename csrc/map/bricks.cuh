@@ -28,15 +28,16 @@ __device__ __forceinline__ uint2 brick_key(int4 c) {
 // Bit of a voxel in its brick's mask; z varies fastest, as in Morton order.
 __device__ __forceinline__ int brick_cell(int4 c) { return (c.y & 1) << 2 | (c.z & 1) << 1 | (c.w & 1); }
 
-// First slot of a chain, which goes on slot by slot. A multiplication spreads the hash over any capacity. Even, so that
-// the second slot of a chain of bricks comes from memory with the first.
-__device__ __forceinline__ uint32_t home_slot(uint2 key, uint32_t capacity) {
+__device__ __forceinline__ uint32_t hash_of(uint2 key) {
   uint32_t h = key.x * 0x9e3779b1u;
   h ^= h >> 15;
   h = (h ^ key.y) * 0x85ebca77u;
   h ^= h >> 13;
-  return 2 * __umulhi(h * 0xc2b2ae3du, capacity / 2);
+  return h * 0xc2b2ae3du;
 }
+
+// First slot of a chain, which goes on slot by slot. A multiplication spreads the hash over any capacity.
+__device__ __forceinline__ uint32_t home_slot(uint2 key, uint32_t capacity) { return __umulhi(hash_of(key), capacity); }
 
 __device__ __forceinline__ uint32_t next_slot(uint32_t slot, uint32_t capacity) {
   return slot + 1 == capacity ? 0 : slot + 1;
@@ -58,16 +59,58 @@ struct Rows {
   }
 };
 
+// Chains of bricks go on bucket by bucket; slots of a bucket are taken in order. The first slot of a chain's first bucket,
+// and of the bucket behind another.
+__device__ __forceinline__ uint32_t home_bucket(uint2 key, uint32_t capacity) {
+  return kBucket * __umulhi(hash_of(key), capacity / kBucket);
+}
+
+__device__ __forceinline__ uint32_t next_bucket(uint32_t bucket, uint32_t capacity) {
+  return bucket + 2 * kBucket > capacity ? 0 : bucket + kBucket;
+}
+
+// Keys of a bucket.
+struct BucketKeys {
+  uint4 low, high;  // of slots 0 and 1, 2 and 3
+
+  __device__ __forceinline__ static BucketKeys empty() {
+    return {make_uint4(0, kNoBrick, 0, kNoBrick), make_uint4(0, kNoBrick, 0, kNoBrick)};
+  }
+  __device__ __forceinline__ static BucketKeys load(const Brick* table, uint32_t bucket) {
+    static_assert(kBucket == 4, "two loads");
+    const auto* keys = reinterpret_cast<const uint4*>(table + bucket);
+    return {__ldg(keys), __ldg(keys + 1)};
+  }
+  __device__ __forceinline__ bool full() const { return high.w != kNoBrick; }
+  // Slot of the key in the bucket, kBucket: none.
+  __device__ __forceinline__ int find(uint2 key) const {
+    int slot = kBucket;
+    if (high.z == key.x && high.w == key.y) slot = 3;
+    if (high.x == key.x && high.y == key.y) slot = 2;
+    if (low.z == key.x && low.w == key.y) slot = 1;
+    if (low.x == key.x && low.y == key.y) slot = 0;
+    return slot;
+  }
+};
+
+// (first, mask) of a slot of a bucket.
+__device__ __forceinline__ uint2 load_brick(const Brick* table, uint32_t bucket, int slot) {
+  return __ldg(reinterpret_cast<const uint2*>(table + bucket + kBucket / 2) + slot);
+}
+
 // Enters a brick that is not in the table, whose empty slots are all ones.
 __device__ __forceinline__ void insert_brick(Brick* table, uint32_t capacity, uint2 key, int first, uint32_t mask) {
   constexpr unsigned long long kEmpty = ~0ull;
-  uint32_t slot = home_slot(key, capacity);
-  while (atomicCAS(reinterpret_cast<unsigned long long*>(table[slot].key), kEmpty,
-                   static_cast<unsigned long long>(key.y) << 32 | key.x) != kEmpty) {
-    slot = next_slot(slot, capacity);
+  const auto value = static_cast<unsigned long long>(key.y) << 32 | key.x;
+  for (uint32_t bucket = home_bucket(key, capacity);; bucket = next_bucket(bucket, capacity)) {
+    auto* keys = reinterpret_cast<unsigned long long*>(table + bucket);
+#pragma unroll 1
+    for (int slot = 0; slot < kBucket; ++slot) {
+      if (atomicCAS(keys + slot, kEmpty, value) != kEmpty) continue;
+      reinterpret_cast<uint2*>(table + bucket + kBucket / 2)[slot] = make_uint2(static_cast<uint32_t>(first), mask);
+      return;
+    }
   }
-  table[slot].first = first;
-  table[slot].mask = mask;
 }
 
 __host__ __device__ __forceinline__ CoordBox make_box(const int* min, const int* max) {

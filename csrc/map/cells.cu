@@ -188,7 +188,7 @@ cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t strea
 
 cudaError_t index_cells(const CoordBox& box, const int* bounds, void* workspace, int64_t count, int* coords, int* order,
                         Brick* table, int64_t capacity, CellStats* found, int64_t* made, cudaStream_t stream) {
-  if (count < 0 || count > INT_MAX || capacity < 1 || capacity > UINT_MAX) return cudaErrorInvalidValue;
+  if (count < 0 || count > INT_MAX || capacity < kBucket || capacity > UINT_MAX) return cudaErrorInvalidValue;
   const Sized sized{count, bounds, found, made};
   return index_with(Cells(workspace, box), box, count, coords, order, table, capacity, sized, stream);
 }

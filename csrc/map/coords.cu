@@ -198,12 +198,13 @@ cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
 }
 
 int64_t brick_capacity(int64_t n, int64_t bricks) {
-  return std::clamp<int64_t>(bricks >= 0 ? 5 * bricks / 2 : n + n / 2, kMinCapacity, UINT_MAX);
+  const int64_t slots = std::clamp<int64_t>(bricks >= 0 ? 5 * bricks / 2 : n + n / 2, kMinCapacity, UINT_MAX - kBucket);
+  return (slots + kBucket - 1) / kBucket * kBucket;
 }
 
 cudaError_t build_bricks(const int* coords, const int* order, int64_t n, const int64_t* count, Brick* table,
                          int64_t capacity, cudaStream_t stream) {
-  if (n < 0 || n > INT_MAX || capacity < 1 || capacity > UINT_MAX) return cudaErrorInvalidValue;
+  if (n < 0 || n > INT_MAX || capacity < kBucket || capacity > UINT_MAX) return cudaErrorInvalidValue;
   const cudaError_t error = cudaMemsetAsync(table, 0xff, size_t(capacity) * sizeof(Brick), stream);
   if (error != cudaSuccess || n == 0) return error;
   insert_bricks<<<blocks_for(n), kThreads, 0, stream>>>(reinterpret_cast<const int4*>(coords), order, Rows{n, count},

@@ -290,7 +290,7 @@ size_t index_workspace(const CoordBox& box, int64_t n) {
 }
 
 cudaError_t index_coords(const OrderArgs& args, Brick* table, int64_t capacity, cudaStream_t stream) {
-  if (args.sized == nullptr || args.n < 0 || index_workspace(args.box, args.n) == 0 || capacity < 1 ||
+  if (args.sized == nullptr || args.n < 0 || index_workspace(args.box, args.n) == 0 || capacity < kBucket ||
       capacity > UINT_MAX) {
     return cudaErrorInvalidValue;
   }
@@ -322,7 +322,7 @@ bool survey_holds(const SurveyStats& stats, int64_t n) {
 
 cudaError_t index_survey(const SurveyStats& stats, const int* coords, int64_t n, void* workspace, int* order,
                          Brick* table, int64_t capacity, cudaStream_t stream) {
-  if (!survey_holds(stats, n) || capacity < 1 || capacity > UINT_MAX) return cudaErrorInvalidValue;
+  if (!survey_holds(stats, n) || capacity < kBucket || capacity > UINT_MAX) return cudaErrorInvalidValue;
   const cudaError_t error = cudaMemsetAsync(table, 0xff, size_t(capacity) * sizeof(Brick), stream);
   if (error != cudaSuccess || n == 0) return error;
   OrderArgs args = survey_args(coords, n);

@@ -78,7 +78,7 @@ void plan_bounds(const PlanArgs& args, int64_t* passes, int64_t* uniq4) {
 namespace {
 
 bool valid(const PlanArgs& args) {
-  if (args.n_out < 0 || args.n_out > INT_MAX - kTileM || args.capacity < 1 || args.capacity > UINT_MAX ||
+  if (args.n_out < 0 || args.n_out > INT_MAX - kTileM || args.capacity < kBucket || args.capacity > UINT_MAX ||
       args.pass_capacity > INT_MAX - kMaxVolume || args.uniq4_capacity > INT_MAX || args.sm_count < 1) {
     return false;
   }

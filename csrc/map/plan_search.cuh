@@ -25,7 +25,7 @@ template <bool kDivide, int kProbes, class P, class Emit>
 __device__ __forceinline__ void for_neighbours(const P& p, int k_begin, int k_end, const Query& query,
                                                const Emit& emit) {
   constexpr uint32_t kBricks = 1u << kBrickBits;  // along an axis
-  const auto* table = reinterpret_cast<const uint4*>(p.args.bricks);
+  const Brick* table = p.args.bricks;
   const auto capacity = static_cast<uint32_t>(p.args.capacity);
   const int size_y = p.args.size[1], size_z = p.args.size[2];
   const int groups = p.pair_z ? size_z / 2 + 1 : size_z;  // bricks along z
@@ -34,8 +34,8 @@ __device__ __forceinline__ void for_neighbours(const P& p, int k_begin, int k_en
   while (xy < xy_end) {  // the same number of times on all lanes
     __syncwarp();
     uint2 key[kProbes];
-    uint4 found[kProbes];
-    uint32_t slot[kProbes];
+    BucketKeys keys[kProbes];
+    uint32_t bucket[kProbes];
     int first_k[kProbes];  // of cell 0 of the two along z
     int cells[kProbes];    // (first cell, which of the two)
     bool any = false;
@@ -59,10 +59,10 @@ __device__ __forceinline__ void for_neighbours(const P& p, int k_begin, int k_en
       first_k[u] = xy * size_z + cell;
       cells[u] = ((x & 1) * 4 + (y & 1) * 2) | wanted << 4;
       key[u] = brick_key(uint32_t(query.batch), uint32_t(x) >> 1, uint32_t(y) >> 1, uint32_t(z));
-      slot[u] = home_slot(key[u], capacity);
-      found[u] = make_uint4(0, kNoBrick, 0, 0);
-      if (wanted != 0) found[u] = __ldg(table + slot[u]);
-      any = any || ((found[u].x != key[u].x || found[u].y != key[u].y) && found[u].y != kNoBrick);
+      bucket[u] = home_bucket(key[u], capacity);
+      keys[u] = BucketKeys::empty();
+      if (wanted != 0) keys[u] = BucketKeys::load(table, bucket[u]);
+      any = any || (keys[u].full() && keys[u].find(key[u]) == kBucket);
       if (++group == groups) {
         group = 0;
         ++xy;
@@ -76,23 +76,29 @@ __device__ __forceinline__ void for_neighbours(const P& p, int k_begin, int k_en
       any = false;
 #pragma unroll
       for (int u = 0; u < kProbes; ++u) {
-        if ((found[u].x != key[u].x || found[u].y != key[u].y) && found[u].y != kNoBrick) {
-          slot[u] = next_slot(slot[u], capacity);
-          found[u] = __ldg(table + slot[u]);
+        if (keys[u].full() && keys[u].find(key[u]) == kBucket) {
+          bucket[u] = next_bucket(bucket[u], capacity);
+          keys[u] = BucketKeys::load(table, bucket[u]);
           any = true;
         }
       }
+    }
+    uint2 found[kProbes];
+#pragma unroll
+    for (int u = 0; u < kProbes; ++u) {
+      const int slot = keys[u].find(key[u]);
+      found[u] = slot == kBucket ? make_uint2(0, 0) : load_brick(table, bucket[u], slot);
     }
     __syncwarp();
 #pragma unroll
     for (int u = 0; u < kProbes; ++u) {
       const int cell = cells[u] & 15;
-      const uint32_t mask = found[u].y == kNoBrick ? 0 : found[u].w, present = mask >> cell & (cells[u] >> 4);
+      const uint32_t mask = found[u].y, present = mask >> cell & (cells[u] >> 4);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int k = first_k[u] + c;
         if ((present >> c & 1) && k >= k_begin && k < k_end) {
-          emit(k, static_cast<int>(found[u].z) + __popc(mask & ((1u << (cell + c)) - 1)));
+          emit(k, static_cast<int>(found[u].x) + __popc(mask & ((1u << (cell + c)) - 1)));
         }
         __syncwarp();
       }

@@ -17,18 +17,20 @@ constexpr int kFlight = 4;  // entries a lane has on their way
 constexpr unsigned kWarp = 0xffffffffu;
 
 __device__ __forceinline__ int find_row(const SetView& set, int4 c) {
-  const auto* table = reinterpret_cast<const uint4*>(set.bricks);
   const auto capacity = static_cast<uint32_t>(set.capacity);
   const uint2 key = brick_key(c);
-  uint32_t slot = home_slot(key, capacity);
-  uint4 found = __ldg(table + slot);
-  while ((found.x != key.x || found.y != key.y) && found.y != kNoBrick) {
-    slot = next_slot(slot, capacity);
-    found = __ldg(table + slot);
+  uint32_t bucket = home_bucket(key, capacity);
+  BucketKeys keys = BucketKeys::load(set.bricks, bucket);
+  int slot;
+  while ((slot = keys.find(key)) == kBucket && keys.full()) {
+    bucket = next_bucket(bucket, capacity);
+    keys = BucketKeys::load(set.bricks, bucket);
   }
+  if (slot == kBucket) return -1;
+  const uint2 found = load_brick(set.bricks, bucket, slot);
   const int cell = brick_cell(c);
-  if (found.y == kNoBrick || (found.w >> cell & 1u) == 0) return -1;
-  return __ldg(set.order + int(found.z) + __popc(found.w & ((1u << cell) - 1)));
+  if ((found.y >> cell & 1u) == 0) return -1;
+  return __ldg(set.order + int(found.x) + __popc(found.y & ((1u << cell) - 1)));
 }
 
 template <class Int>

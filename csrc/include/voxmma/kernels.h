@@ -223,8 +223,11 @@ inline constexpr int kMaxStride = 4096;
 
 // The 2x2x2 voxels of one batch with the same x >> 1, y >> 1, z >> 1. Voxels of a brick are neighbours in Morton order:
 // the k-th set bit of `mask`, from bit 0, is the voxel of rank first + k. The rank of a voxel is its place in the order.
+// A slot of the hash table. In memory, kBucket slots are a bucket: their keys, whose upper words are all ones where the
+// slot is empty, then (first, mask) of each.
+inline constexpr int kBucket = 4;
 struct alignas(16) Brick {
-  uint32_t key[2];  // of a slot of the hash table; the upper word is all ones where the slot is empty
+  uint32_t key[2];
   int first;
   uint32_t mask;  // bit (x & 1) * 4 + (y & 1) * 2 + (z & 1)
 };

@@ -379,7 +379,7 @@ void copy_sets(const Tensor& out_coords, const Tensor& out_order, const Tensor& 
   check_ints("out_order", out_order, at::kInt, 0, out_coords);
   check_ints("bricks", bricks, at::kInt, 4, out_coords);
   check_ints("in_order", in_order, at::kInt, 0, out_coords);
-  TORCH_CHECK(out_order.size(0) == out_coords.size(0) && bricks.size(0) > 0,
+  TORCH_CHECK(out_order.size(0) == out_coords.size(0) && bricks.size(0) >= kBucket,
               "out_order or bricks has the wrong length");
   args.n_out = out_coords.size(0);
   args.n_in = in_order.size(0);

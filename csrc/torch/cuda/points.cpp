@@ -110,7 +110,7 @@ Tensor merge_runs_cuda(const Tensor& x, const Tensor& order, const Tensor& start
 SetView set_view(const Tensor& order, const Tensor& bricks, const Tensor& like) {
   check_ints("order", order, at::kInt, 0, like);
   check_ints("bricks", bricks, at::kInt, 4, like);
-  TORCH_CHECK(bricks.size(0) > 0, "bricks is empty");
+  TORCH_CHECK(bricks.size(0) >= kBucket, "bricks is empty");
   return {data<int>(order), data<Brick>(bricks), bricks.size(0)};
 }
 

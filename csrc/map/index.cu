@@ -251,6 +251,8 @@ __global__ void __launch_bounds__(kThreads) find_repeats(const Index index, cons
   }
 }
 
+bool has_bitmaps(const CoordBox& box, int64_t n) { return total_bits(box) <= kMaxIndexBits && n <= kMaxIndexRows; }
+
 // Rows to bitmaps, and ranks of their words.
 cudaError_t make_bitmaps(const Index& index, const OrderArgs& args, const Told& told, Brick* table, int64_t capacity,
                          cudaStream_t stream) {
@@ -285,14 +287,15 @@ OrderArgs survey_args(const int* coords, int64_t n) {
 }  // namespace
 
 size_t index_workspace(const CoordBox& box, int64_t n) {
-  const int bits = total_bits(box);
-  return bits > kMaxIndexBits || n > kMaxIndexRows ? 0 : Index(nullptr, bits, n).total_bytes;
+  return has_bitmaps(box, n) ? Index(nullptr, total_bits(box), n).total_bytes : order_workspace(n);
 }
 
 cudaError_t index_coords(const OrderArgs& args, Brick* table, int64_t capacity, cudaStream_t stream) {
-  if (args.sized == nullptr || args.n < 0 || index_workspace(args.box, args.n) == 0 || capacity < kBucket ||
-      capacity > UINT_MAX) {
-    return cudaErrorInvalidValue;
+  if (args.sized == nullptr || args.n < 0 || capacity < kBucket || capacity > UINT_MAX) return cudaErrorInvalidValue;
+  if (!has_bitmaps(args.box, args.n)) {
+    const cudaError_t error = order_coords(args, stream);
+    return error != cudaSuccess ? error
+                                : build_bricks(args.coords, args.order, args.n, args.count, table, capacity, stream);
   }
   const Index index(args.workspace, total_bits(args.box), args.n);
   cudaError_t error = make_bitmaps(index, args, {args.bounds, args.sized, nullptr}, table, capacity, stream);

@@ -283,9 +283,9 @@ int64_t brick_capacity(int64_t n, int64_t bricks);
 cudaError_t build_bricks(const int* coords, const int* order, int64_t n, const int64_t* count, Brick* table,
                          int64_t capacity, cudaStream_t);
 
-// order_coords of a `sized` set and build_bricks in one, without a sort, in another workspace. Of rows of one place only the
-// first keeps its rank; the others come last, with bad ones, in no particular order.
-size_t index_workspace(const CoordBox& box, int64_t n);  // 0: boxes of more than 2^32 cells, which order_coords takes
+// order_coords of a `sized` set and build_bricks in one, in another workspace; of a box of up to 2^32 cells without a sort.
+// Of rows of one place the first has their rank then; the others come last, with bad ones, in no particular order.
+size_t index_workspace(const CoordBox& box, int64_t n);
 cudaError_t index_coords(const OrderArgs&, Brick* table, int64_t capacity, cudaStream_t);
 
 // A set as two bitmaps over the cells of a box, for boxes of up to 2^27 cells: sorted rows and their index without a

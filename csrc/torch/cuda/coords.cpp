@@ -156,15 +156,10 @@ std::tuple<Tensor, Tensor, Tensor> index_sized_cuda(const Tensor& coords, const 
   const Tensor inner = on.empty({8}, at::kInt);
   args.bounds = data<int>(inner);
   const int64_t n = coords.size(0);
-  const size_t bytes = index_workspace(box, n);
-  if (bytes == 0) {
-    const Tensor order = morton_order(on, coords, box, args);
-    return {order, brick_table(on, coords, order, -1, args.count), inner};
-  }
   const int64_t capacity = brick_capacity(n, -1);
   Parts parts;
   const int64_t order_at = parts.add(n), table_at = parts.add(4 * capacity);
-  const Tensor index = on.empty({parts.total}, at::kInt), scratch = on.scratch(bytes);
+  const Tensor index = on.empty({parts.total}, at::kInt), scratch = on.scratch(index_workspace(box, n));
   const Tensor order = part_of(index, order_at, {n}), table = part_of(index, table_at, {capacity, 4});
   args.coords = data<int>(coords);
   args.n = n;

@@ -643,12 +643,14 @@ class _Joined(nn.Module):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_columns_of_a_concatenation_are_read_elsewhere(inplace: bool, device: Device) -> None:
+def test_columns_of_a_concatenation_are_read_elsewhere(inplace: bool, device: Device, tmp_path: Path) -> None:
     """Where it is written to afterwards, they are not its columns."""
     net = evaluated(_Joined(inplace), device)
     engine = compile(net, frame(300, device))
     assert ("conv_fused_into" in engine.operators) is not inplace
-    agree(engine, net, [frame(n, device, seed=n) for n in (300, 20)])
+    save(engine, tmp_path / "net.engine")
+    for made in (engine, load(tmp_path / "net.engine")):
+        agree(made, net, [frame(n, device, seed=n) for n in (300, 20)])
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------

@@ -486,7 +486,7 @@ def test_inputs_are_as_wide_as_kernels_read_them(
     net = evaluated(
         nn.Sequential(_Inplace(), vnn.SparseConv3d(3, 8, 3), vnn.SparseConv3d(8, 8, 3)), device, dtype
     )
-    whole = lambda x: [net(x), x * 2]  # noqa: E731
+    whole = lambda x: [net(x), x * 2, x]  # noqa: E731
     engine = compile(whole, frame(200, device, 3, dtype=dtype), check_finite=True)
     (wide,) = engine._program.widths.values()
     assert wide == 16 // dtype.itemsize and engine._instance.inputs[1].shape[1] == wide

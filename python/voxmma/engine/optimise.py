@@ -97,6 +97,7 @@ def _widen(program: Program, facts: Mapping[int, Facts], align: int) -> None:
         program.steps.insert(
             0, Step(torch.ops.aten.slice.Tensor, [given, 1, 0, fact.width], {}, (narrow.number,))
         )
+        _replace_outputs(program, {given.number: narrow})
         program.widths[given.number] = fact.width + more
 
 

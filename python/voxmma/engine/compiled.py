@@ -59,15 +59,6 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def _copied(tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-    """Copies under the same keys, in few launches; the next frame writes into what is copied."""
-    made = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
-    for dtype in {tensor.dtype for tensor in made.values()}:
-        keys = [key for key, tensor in made.items() if tensor.dtype == dtype]
-        torch._foreach_copy_([made[key] for key in keys], [tensors[key] for key in keys])
-    return made
-
-
 class Engine:
     """A network that runs on the device from coordinates to its result, for any frame up to its capacity.
 
@@ -222,13 +213,10 @@ class Engine:
         return [(p.geometry, p.reverse, rows[p.source], rows[p.target]) for p in self._program.plans]
 
     @_surroundings.undisturbed()
-    def _run(self, made: Instance, side: Any = None) -> None:
-        """side: the stream that lanes are captured on."""
+    def _run(self, made: Instance) -> None:
         program = self._program
-        meter = None
-        if made.meter is None or side is not None:
-            meter = Meter(program, made.inputs, self.device)
-        made.env = program.run(made.inputs, made.capacities, made.rooms, side, meter)
+        meter = Meter(program, made.inputs, self.device) if made.meter is None else None
+        made.env = program.run(made.inputs, made.capacities, made.rooms, meter)
         made.meter = meter or made.meter
         lines = [program.value(made.env, r.status).view(-1, ops.STATUS)[r.line] for r in program.reports]
         made.status = torch.stack(lines)
@@ -236,7 +224,7 @@ class Engine:
     def _capture(self, made: Instance) -> None:
         """The program as a CUDA graph, after one run that loads what is loaded once."""
         with _capturing, torch.cuda.device(self.device):
-            stream, side = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+            stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._run(made)
@@ -252,13 +240,10 @@ class Engine:
                 _nothing_collected(),
                 torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
             ):
-                # A block of each stream for what is there at a time: else the allocator takes another one,
-                # of 20 MiB or more, whenever nothing fits.
-                side.wait_stream(stream)
-                for lane, size in zip((stream, side), made.meter.large, strict=True):
-                    with torch.cuda.stream(lane):
-                        torch.empty(size, dtype=torch.uint8, device=self.device)
-                self._run(made, side)
+                # A block for what is there at a time: else the allocator takes another one, of 20 MiB or
+                # more, whenever nothing fits.
+                torch.empty(made.meter.large, dtype=torch.uint8, device=self.device)
+                self._run(made)
             made.graph, made.pool = graph, torch.cuda.memory_reserved() - before
 
     # ---- a frame
@@ -329,7 +314,8 @@ class Engine:
         program = self._program
 
         read = [place for out in program.outputs for place in places(out)]
-        copies = _copied({place: program.value(made.env, place) for place in read})
+        # Copies: the next frame writes into what it makes.
+        copies = {place: program.value(made.env, place).clone() for place in read}
         outputs = [tuple(copies[place] for place in places(out)) or out for out in program.outputs]
         assert made.status is not None
         event = None

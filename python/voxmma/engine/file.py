@@ -158,7 +158,7 @@ def save(engine: Engine, path: str | Path) -> None:
             "outputs": [_output(out) for out in program.outputs],
             "returned": _spec(program.spec),
             "widths": list(program.widths.items()),
-            "side": program.side,
+            "side": [0, 0],  # the steps that may run beside others; the runtime without Python reads it
             "tensors": [
                 [_word(t.dtype), list(t.shape), _axes(t), t.device.type] for t in program.consts
             ],
@@ -381,7 +381,6 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
             [reader.output(out) for out in head["outputs"]],
             pytree.treespec_loads(head["returned"]),
             dict(head["widths"]),
-            (head["side"][0], head["side"][1]),
         )
         inputs = [
             Input(

@@ -22,6 +22,7 @@ from voxmma.sparse.tensor import Voxels
 
 MOST_ROWS = min(segments.BLOCK**ops.LEVELS, DEFAULT_MAX_VOXELS)
 """that an engine takes"""
+_ONE = pytree.tree_structure([0])  # a single input
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,6 +221,8 @@ def fresh(leaf: Any) -> Any:
 
 def _flat(inputs: Sequence[Any], spec: Any, wanted: Sequence[Input]) -> list[Any]:
     """The inputs flat, pairs for Voxels not taken apart."""
+    if len(inputs) == 1 and spec == _ONE and _is_sparse(inputs[0]):
+        return [inputs[0]]
     for is_leaf in (_is_sparse, is_input):  # a pair may be two tensors, too
         leaves, its_spec = pytree.tree_flatten(list(inputs), is_leaf=is_leaf)
         if its_spec == spec:

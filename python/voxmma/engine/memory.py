@@ -46,18 +46,16 @@ class Meter:
 
     Attributes:
         peak: most bytes at a time, and of these `parts` by kind and level.
-        large: of tensors that a GPU's allocator takes from large blocks, most at a time: on the main stream,
-            on the other one.
+        large: of tensors that a GPU's allocator takes from large blocks, most at a time.
     """
 
     def __init__(self, program: Program, given: Sequence[Tensor], device: torch.device) -> None:
         self.peak = 0
         self.parts: Mapping[Kind, int] = {}
-        self.large = [0, 0]
+        self.large = 0
         self._kinds, self._device = kinds(program), device
-        self._side = {n for at in range(*program.side) for n in made(program.steps[at])}
         self._given = {_address(tensor) for tensor in (*given, *program.consts)}
-        self._alive: dict[int, tuple[int, Kind, bool]] = {}
+        self._alive: dict[int, tuple[int, Kind]] = {}
         self._before = 0
 
     def _allocated(self) -> int:
@@ -77,16 +75,14 @@ class Meter:
         for number in outs:
             at, size = _address(env[number]), env[number].untyped_storage().nbytes()
             if at not in known and at not in self._given and at not in self._alive:
-                self._alive[at] = size, self._kinds[number], number in self._side
+                self._alive[at] = size, self._kinds[number]
                 workspace -= -(-size // _BLOCK) * _BLOCK
         workspace = max(workspace, 0)
         parts = Counter({WORKSPACE: workspace})
-        large = [0, 0]
-        large[not self._side.isdisjoint(outs)] = workspace if workspace > _LARGE else 0
-        for size, kind, side in self._alive.values():
+        for size, kind in self._alive.values():
             parts[kind] += size
-            large[side] += size if size > _LARGE else 0
-        self.large = [max(a, b) for a, b in zip(self.large, large, strict=True)]
+        sizes = (workspace, *(size for size, _ in self._alive.values()))
+        self.large = max(self.large, sum(size for size in sizes if size > _LARGE))
         if parts.total() > self.peak:
             self.peak, self.parts = parts.total(), parts
 

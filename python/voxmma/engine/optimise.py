@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -98,6 +97,7 @@ def _widen(program: Program, facts: Mapping[int, Facts], align: int) -> None:
         program.steps.insert(
             0, Step(torch.ops.aten.slice.Tensor, [given, 1, 0, fact.width], {}, (narrow.number,))
         )
+        _replace_outputs(program, {given.number: narrow})
         program.widths[given.number] = fact.width + more
 
 
@@ -144,17 +144,29 @@ def _pack(program: Program, step: Step, facts: Mapping[int, Facts]) -> None:
 
 
 def _join_columns(program: Program, facts: Mapping[int, Facts], device: torch.device) -> None:
-    """Has convolutions that only a concatenation of columns reads write into its result."""
-    uses = Counter(n for step in program.steps for n in reads(step, Ref))
-    uses.update(place.number for place in program.places() if isinstance(place, Ref))
+    """Has convolutions whose results are concatenated write into the wider tensor.
+
+    Other convolutions read columns of that, too.
+    """
+    readers: dict[int, set[Any]] = {}
+    for step in program.steps:
+        for number in reads(step, Ref):
+            readers.setdefault(number, set()).add(step.func)
+    strided = {_OPS.conv_fused.default, _OPS.conv_fused_into.default, torch.ops.aten.cat.default}
     makers = {n: step for step in program.steps for n in made(step)}
+    outside = {place.number for place in program.places() if isinstance(place, Ref)}
     for cat in [step for step in program.steps if step.func is torch.ops.aten.cat.default]:
         parts = [part.number for part in cat.args[0] if isinstance(part, Ref) and part.number in facts]
         known = [facts[number] for number in parts]
+        aliases = _Aliases(program.steps)
         convs = [
             makers[number]
-            for number in parts
-            if uses[number] == 1 and number in makers and makers[number].func is _OPS.conv_fused.default
+            for number in dict.fromkeys(parts)
+            if number in makers
+            and makers[number].func is _OPS.conv_fused.default
+            and strided.issuperset(readers[number])
+            and not outside.intersection((number, *made(cat)))
+            and not any(map(aliases.written, (number, *made(cat))))
         ]
         if (
             convs
@@ -179,15 +191,16 @@ def _write_columns(
     how = {"dtype": known[0].dtype, "device": device, "pin_memory": False}
     before = [Step(aten.empty.memory_format, [size], how, (whole.number,))]
     after, begin = [], 0
-    for columns, part, fact in zip(map(Ref, itertools.count(free)), parts, known, strict=False):
+    for columns, part, fact in zip(itertools.count(free), parts, known, strict=False):
         end = begin + fact.width
-        before.append(Step(aten.slice.Tensor, [whole, 1, begin, end], {}, (columns.number,)))
         conv = next((step for step in convs if part in step.out), None)
+        number = columns if conv is None else part
+        before.append(Step(aten.slice.Tensor, [whole, 1, begin, end], {}, (number,)))
         if conv is None:
-            after.append(Step(aten.copy_.default, [columns, Ref(part)], {}, (columns.number,)))
+            after.append(Step(aten.copy_.default, [Ref(number), Ref(part)], {}, (number,)))
         else:
             conv.func, conv.out = _OPS.conv_fused_into.default, (None,)
-            conv.kwargs["out"] = columns
+            conv.kwargs["out"] = Ref(part)
         begin = end
     at = program.steps.index(cat)
     program.steps[at : at + 1] = after
@@ -293,27 +306,12 @@ def beside(program: Program) -> list[Step]:
 
 
 def _arrange(program: Program) -> None:
-    """Sets first, then maps, all of them by two operators, then the layers.
-
-    The second makes those that the first layers read, which need no set but the inputs'.
-    """
+    """Sets first, then maps, all of them by one operator, then the layers."""
     first = beside(program)
-    layers = [step for step in program.steps if step not in first]
-    index = [s for s in first if s.func in (_OPS.sized_voxels.default, _OPS.sized_index.default)]
     maps = [step for step in first if step.func is _OPS.sized_maps.default]
-    sets = [step for step in first if step not in index and step not in maps]
-    given = {ref.number for ref in program.inputs}.union(*map(made, index))
-    makers = {number: step for step in maps for number in made(step)}
-    early: list[Step] = []
-    for layer in layers:
-        needed = dict.fromkeys(makers[number] for number in reads(layer, Ref) if number in makers)
-        if not all(given.issuperset(reads(step, Ref)) for step in needed):
-            break
-        early += [step for step in needed if step not in early]
-    late = [step for step in maps if step not in early]
-    side = [*sets, *_together(program, late)]
-    program.steps = [*index, *side, *_together(program, early), *layers]
-    program.side = (len(index), len(index) + len(side))
+    sets = [step for step in first if step not in maps]
+    layers = [step for step in program.steps if step not in first]
+    program.steps = [*sets, *_together(program, maps), *layers]
 
 
 def _together(program: Program, maps: list[Step]) -> list[Step]:

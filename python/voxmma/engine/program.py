@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -149,20 +149,16 @@ class Program:
     """pytree of the outputs"""
     widths: dict[int, int] = field(default_factory=dict)
     """columns of an input's buffer, by its number, where it has more than the input"""
-    side: tuple[int, int] = (0, 0)
-    """of `steps` those that may run beside the others: from the first on, and before the second"""
 
     def run(
         self,
         inputs: Sequence[Tensor],
         capacities: Sequence[int],
         rooms: Sequence[float],
-        beside: Any = None,
         meter: Any = None,
     ) -> dict[int, Tensor]:
         """What `places` names, from `inputs`: coordinates, features and (1,) counts, or tensors.
 
-        beside: a stream that sets and maps run on, while that and the current one are captured.
         meter: a memory.Meter.
         """
         env = {ref.number: tensor for ref, tensor in zip(self.inputs, inputs, strict=True)}
@@ -181,10 +177,7 @@ class Program:
                 return kind(map(fill, value))
             return value
 
-        # Both streams use these: their memory is given to nobody before the end.
-        lanes = self.steps[slice(*self.side)] if beside is not None else []
-        kept = {number for step in lanes for number in (*made(step), *reads(step, Ref))}
-        for step in self.steps if beside is None else self._in_lanes(beside):
+        for step in self.steps:
             if meter is not None:
                 meter.before()
             out = step.func(*fill(step.args), **{name: fill(value) for name, value in step.kwargs.items()})
@@ -195,26 +188,8 @@ class Program:
             if meter is not None:
                 meter.after(made(step), env)
             for number in step.frees:
-                if number not in kept:
-                    del env[number]
+                del env[number]
         return env
-
-    def _in_lanes(self, beside: Any) -> Iterator[Step]:
-        """The steps in order, each while its stream is current. What reads of `side` waits for all of it."""
-        main, (begin, end) = torch.cuda.current_stream(), self.side
-        yield from self.steps[:begin]
-        beside.wait_stream(main)
-        with torch.cuda.stream(beside):
-            yield from self.steps[begin:end]
-        theirs = {number for step in self.steps[begin:end] for number in made(step)}
-        waited = False
-        for step in self.steps[end:]:
-            if not waited and not theirs.isdisjoint(reads(step, Ref)):
-                main.wait_stream(beside)
-                waited = True
-            yield step
-        if not waited:
-            main.wait_stream(beside)
 
     def value(self, env: dict[int, Tensor], place: Any) -> Tensor:
         """The tensor that a Ref or Const among outputs, counts and reports stands for."""

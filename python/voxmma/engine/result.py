@@ -201,6 +201,7 @@ class Result:
         given = engine._sparse(self._frame)
         batches = [leaf.batch_size for _, leaf in given]
         grids = [one.spatial_shape for one in engine._inputs if one.sparse]
+        event = None  # one for all sets
         sets: dict[int, CoordSet] = {
             root: leaf.coord_set for root, leaf in given if leaf.coord_set is not None
         }
@@ -217,7 +218,9 @@ class Result:
                         grids[level.path[0]]
                         if level.parent < 0 or level.path[-1] == CELLS
                         else level.path[-1].shape,
+                        beside=event,
                     )
+                    event = event or sets[out.level]._made
                 leaves.append(Voxels._make(sets[out.level], made[1][:rows], out.stride, out.record))
             elif isinstance(out, TensorOut):
                 leaves.append(made[0][: self._rows[out.level]] if out.level >= 0 else made[0])

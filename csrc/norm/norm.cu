@@ -75,8 +75,9 @@ struct Place {
   }
 };
 
-// f(group, its rows, whether these are R) of all groups of a thread, backwards where the pass before read them forwards.
-template <bool Backwards, class T, class F>
+// f(group, its rows, whether they are known to be R) of all groups of a thread, backwards where the pass before read them
+// forwards. Fast: compiled for R rows, too.
+template <bool Backwards, bool Fast, class T, class F>
 __device__ __forceinline__ void for_groups(const NormArgs& args, const Grid& grid, const Place<T>& at, F f) {
   constexpr int R = Step<T>::R;
   const int64_t first = at.begin + at.row;
@@ -85,10 +86,10 @@ __device__ __forceinline__ void for_groups(const NormArgs& args, const Grid& gri
   for (int step = 0; step <= steps; ++step) {
     const int64_t group = first + static_cast<int64_t>(Backwards ? steps - step : step) * grid.step;
     const int64_t left = args.n - group * R;
-    if (left >= R)
-      f(group, R, std::true_type());
+    if (Fast && left >= R)
+      f(group, R, std::bool_constant<Fast>());
     else
-      f(group, static_cast<int>(left), std::false_type());
+      f(group, static_cast<int>(left < R ? left : R), std::false_type());
   }
 }
 
@@ -204,6 +205,7 @@ __device__ __forceinline__ void merge_rows(const Grid& grid, int row, State (&mi
 // What is compiled on its own: without tests in its loops for what is most frequent. `any` has a piecewise linear
 // activation or none, and may have a residual.
 enum class Kind { none, relu, relu_added, any, smooth };
+constexpr bool fast(Kind k, bool vec) { return vec && k != Kind::smooth; }
 
 // ---- forward ---------------------------------------------------------------------------------------------------
 
@@ -219,7 +221,7 @@ __device__ __forceinline__ void moments_of(const NormArgs& args, const Grid& gri
   A origin[V];
 #pragma unroll
   for (int i = 0; i < V; ++i) origin[i] = convert<A>(first[0][i]);
-  for_groups<false>(args, grid, at, [&](int64_t group, int rows, auto full) {
+  for_groups<false, Vec>(args, grid, at, [&](int64_t group, int rows, auto full) {
     T v[R][V];
     load_group<Vec, full()>(v, args.x, args.ldx, at.channel, group, rows, at.valid);
     count += rows;
@@ -287,7 +289,7 @@ __device__ __forceinline__ void apply(const NormArgs& args, const Grid& grid, co
   const Affine<A, V> affine(args, at.channel, at.valid);
   const bool added = K == Kind::relu_added || (K != Kind::relu && args.residual != nullptr);
   const bool keep = (K == Kind::relu_added || K == Kind::any) && args.passed != nullptr;
-  for_groups<true>(args, grid, at, [&](int64_t group, int rows, auto full) {
+  for_groups<true, fast(K, Vec)>(args, grid, at, [&](int64_t group, int rows, auto full) {
     T v[R][V], add[R][V];
     load_group<Vec, full()>(v, args.x, args.ldx, at.channel, group, rows, at.valid);
     if (added) load_group<Vec, full()>(add, args.residual, args.ldr, at.channel, group, rows, at.valid);
@@ -407,7 +409,7 @@ __device__ __forceinline__ void gradient_sums_of(const NormArgs& args, const Gri
   if (at.valid == 0) return;
   const Affine<A, V> affine(args, at.channel, at.valid);
   const bool known = K == Kind::relu_added || (K == Kind::any && args.passed != nullptr);
-  for_groups<false>(args, grid, at, [&](int64_t group, int rows, auto full) {
+  for_groups<false, fast(K, Vec)>(args, grid, at, [&](int64_t group, int rows, auto full) {
     T v[R][V], g[R][V], added[R][V];
     load_group<Vec, full()>(v, args.x, args.ldx, at.channel, group, rows, at.valid);
     load_group<Vec, full()>(g, args.dy, args.ldy, at.channel, group, rows, at.valid);
@@ -481,7 +483,7 @@ __device__ __forceinline__ void gradient(const NormArgs& args, const Grid& grid,
   }
   const bool known = K == Kind::relu_added || (K == Kind::any && args.passed != nullptr);
   const bool shared = (K == Kind::relu_added || K == Kind::any) && args.dresidual != nullptr;
-  for_groups<true>(args, grid, at, [&](int64_t group, int rows, auto full) {
+  for_groups<true, fast(K, Vec)>(args, grid, at, [&](int64_t group, int rows, auto full) {
     T v[R][V], g[R][V];
     load_group<Vec, full()>(v, args.x, args.ldx, at.channel, group, rows, at.valid);
     load_group<Vec, full()>(g, args.dy, args.ldy, at.channel, group, rows, at.valid);

@@ -1,9 +1,10 @@
 // Batch norm in training with what follows it: sums over the rows, one pass over them forward; the same backward.
 //
-// Threads of a CTA stand side by side in columns, V channels each, and take R neighbouring rows in one step: 32 bytes of
-// every tensor, which with per_sm CTAs is enough in flight. Sums of a CTA lie in the
-// workspace, [blocks][channels], and a second launch adds them in a fixed order. The last pass walks rows backwards: what
-// the first one read last is still in L2. Few rows are one launch, whose CTAs have kFewColumns of columns and all rows.
+// Threads of a CTA stand side by side in columns, V channels each, and take R neighbouring rows in a step: 32 bytes of every
+// tensor, in so few registers that enough threads wait for memory at a time. Kernels of half types are bound by the
+// instructions they issue, hence Kind. Sums of a CTA lie in the workspace, [blocks][channels], and a second launch adds them
+// in a fixed order. The last pass walks rows backwards: what the first one read last is still in L2. Few rows are one
+// launch, whose CTAs have kFewBytes of channels and all rows.
 #include "../common/epilogue.cuh"
 #include "../conv/common.cuh"
 
@@ -11,10 +12,10 @@ namespace voxmma {
 namespace {
 
 constexpr int kThreads = 256, kFewThreads = 768, kFinishThreads = 512;
-constexpr int per_sm(bool smooth) { return smooth ? 2 : 3; }  // CTAs that an SM holds at a time
-constexpr int kFinished = 4;                                  // channels of a CTA that adds the sums
-constexpr int kFewBytes = 32;  // of channels side by side in a CTA that takes all rows: a sector
-constexpr int64_t kFewForward = 6144, kFewBackward = 3072;  // rows of which one launch is faster than three
+constexpr int kMomentsPerSm = 5, kSmoothPerSm = 2, kPerSm = 3;  // CTAs that an SM holds at a time
+constexpr int kFinished = 4;                                    // channels of a CTA that adds the sums
+constexpr int kFewBytes = 32;   // of channels side by side in a CTA that takes all rows: a sector
+constexpr int64_t kFew = 1024;  // rows of which one launch is faster than three
 
 template <class T>
 struct Step {
@@ -33,10 +34,9 @@ struct Grid {
 };
 
 template <class T>
-Grid grid_of(const NormArgs& args, int threads, int most_columns, int64_t most_ctas) {
-  const int64_t vectors = ceil_div(args.channels, Step<T>::V), groups = ceil_div(args.n, Step<T>::R);
-  const int64_t across = ceil_div(vectors, most_columns), columns = ceil_div(vectors, across), step = threads / columns;
-  const int64_t blocks = std::min(ceil_div(groups, step), std::max<int64_t>(1, most_ctas / across));
+Grid grid_of(const NormArgs& args, int64_t threads, int64_t columns, int64_t across, int64_t most_blocks) {
+  const int64_t groups = ceil_div(args.n, Step<T>::R), step = threads / columns;
+  const int64_t blocks = std::min(ceil_div(groups, step), std::max<int64_t>(1, most_blocks));
   const int64_t each = ceil_div(ceil_div(groups, blocks), step) * step;
   return {static_cast<int>(columns),
           static_cast<int>(step),
@@ -46,12 +46,14 @@ Grid grid_of(const NormArgs& args, int threads, int most_columns, int64_t most_c
           each};
 }
 template <class T>
-Grid grid_of(const NormArgs& args, bool smooth) {
-  return grid_of<T>(args, kThreads, 64, int64_t{per_sm(smooth)} * args.sm_count);
+Grid grid_of(const NormArgs& args, int per_sm) {
+  const int64_t vectors = ceil_div(args.channels, Step<T>::V), across = ceil_div(vectors, 64);
+  return grid_of<T>(args, kThreads, ceil_div(vectors, across), across, int64_t{per_sm} * args.sm_count / across);
 }
 template <class T>
 Grid few_grid_of(const NormArgs& args) {
-  return grid_of<T>(args, kFewThreads, kFewBytes / (Step<T>::V * static_cast<int>(sizeof(T))), 1);
+  constexpr int64_t columns = kFewBytes / (Step<T>::V * sizeof(T));
+  return grid_of<T>(args, kFewThreads, columns, ceil_div(args.channels, columns * Step<T>::V), 1);
 }
 
 // The place of a thread: its groups, first channel, and how many of V exist.
@@ -73,38 +75,72 @@ struct Place {
   }
 };
 
-// f(groups, rows of each) of all groups of a thread, K at a time, backwards where the pass before read them forwards.
-template <int K, bool Backwards, class T, class F>
+// f(group, its rows, whether they are known to be R) of all groups of a thread, backwards where the pass before read them
+// forwards. Fast: compiled for R rows, too.
+template <bool Backwards, bool Fast, class T, class F>
 __device__ __forceinline__ void for_groups(const NormArgs& args, const Grid& grid, const Place<T>& at, F f) {
   constexpr int R = Step<T>::R;
   const int64_t first = at.begin + at.row;
   if (at.valid == 0 || first >= at.end) return;
-  const int64_t steps = (at.end - 1 - first) / grid.step / K;  // but one
-  for (int64_t step = 0; step <= steps; ++step) {
-    int64_t group[K];
-    int rows[K];
+  const int steps = static_cast<int>((at.end - 1 - first) / grid.step);  // but one
+  for (int step = 0; step <= steps; ++step) {
+    const int64_t group = first + static_cast<int64_t>(Backwards ? steps - step : step) * grid.step;
+    const int64_t left = args.n - group * R;
+    if (Fast && left >= R)
+      f(group, R, std::bool_constant<Fast>());
+    else
+      f(group, static_cast<int>(left < R ? left : R), std::false_type());
+  }
+}
+
+template <class T>
+struct alignas(Step<T>::V * sizeof(T)) Vector {
+  T e[Step<T>::V];
+};
+
+// Channels of a row. Vec: all V exist, and can be read and written at once.
+template <bool Vec, class T, int V>
+__device__ __forceinline__ void load_row(T (&v)[V], const T* p, int valid) {
+  if constexpr (Vec) {
+    const Vector<T> all = *reinterpret_cast<const Vector<T>*>(p);
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      group[k] = first + ((Backwards ? steps - step : step) * K + k) * grid.step;
-      const int64_t left = group[k] < at.end ? args.n - group[k] * R : 0;
-      rows[k] = static_cast<int>(left < R ? left : R);
+    for (int i = 0; i < V; ++i) v[i] = all.e[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) v[i] = i < valid ? p[i] : convert<T>(0.0f);
+  }
+}
+template <bool Vec, class T, class A, int V>
+__device__ __forceinline__ void put_row(T* p, const A (&v)[V], int valid) {
+  if constexpr (Vec && sizeof(T) == 2) {
+    *reinterpret_cast<uint2*>(p) = make_uint2(pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]));
+  } else if constexpr (Vec) {
+    Vector<T> all;
+#pragma unroll
+    for (int i = 0; i < V; ++i) all.e[i] = convert<T>(v[i]);
+    *reinterpret_cast<Vector<T>*>(p) = all;
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      if (i < valid) p[i] = convert<T>(v[i]);
     }
-    f(group, rows);
   }
 }
 
 // Rows of a group; those that it lacks are zeros.
-template <bool Vec, class T, int R, int V>
+template <bool Vec, bool Full, class T, int R, int V>
 __device__ __forceinline__ void load_group(T (&v)[R][V], const void* rows, int64_t ld, int channel, int64_t group,
                                            int count, int valid) {
   const T* p = static_cast<const T*>(rows) + group * R * ld + channel;
 #pragma unroll
-  for (int u = 0; u < R; ++u) load_elements(v[u], p + u * ld, u < count ? valid : 0, Vec);
-}
-template <bool Vec, class T, class A, int V>
-__device__ __forceinline__ void store_row_of(void* rows, int64_t channels, int channel, int64_t row, const A (&v)[V],
-                                             int valid) {
-  store_elements(static_cast<T*>(rows) + row * channels + channel, v, valid, Vec);
+  for (int u = 0; u < R; ++u) {
+    if (Full || u < count) {
+      load_row<Vec>(v[u], p + u * ld, valid);
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; ++i) v[u][i] = convert<T>(0.0f);
+    }
+  }
 }
 
 // What a thread or a CTA knows of a channel: values so far, their mean, and the sum of squared deviations from it.
@@ -114,10 +150,18 @@ struct Moments {
   __device__ void merge(const Moments& o) {  // Chan's formula
     const A both = n + o.n;
     if (both == 0) return;
-    const A apart = o.mean - mean, share = o.n / both;
+    const A apart = o.mean - mean;
+    A share;
+    if constexpr (std::is_same_v<A, float>)
+      share = __fdividef(o.n, both);
+    else
+      share = o.n / both;
     mean += apart * share;
     squares += o.squares + apart * apart * n * share;
     n = both;
+  }
+  __device__ Moments from(int lane) const {
+    return {__shfl_down_sync(~0u, n, lane), __shfl_down_sync(~0u, mean, lane), __shfl_down_sync(~0u, squares, lane)};
   }
 };
 template <class A>
@@ -127,27 +171,41 @@ struct Sums {  // of the gradient, and of its products with deviations from the 
     sum += o.sum;
     dot += o.dot;
   }
+  __device__ Sums from(int lane) const { return {__shfl_down_sync(~0u, sum, lane), __shfl_down_sync(~0u, dot, lane)}; }
 };
 
 // What the threads of a column have, merged in a fixed order: complete in those of row 0. All threads call.
 template <int Threads, class State, int V>
 __device__ __forceinline__ void merge_rows(const Grid& grid, int row, State (&mine)[V]) {
   __shared__ State s_state[V][Threads];
-  for (int count = grid.step; count > 1;) {
-    const int half = (count + 1) / 2;
-    __syncthreads();
-    if (row >= half && row < count) {
+  const bool shuffled = grid.columns < 32 && (grid.columns & (grid.columns - 1)) == 0;  // rows of a warp come first
+  if (shuffled) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int half = 16; half >= grid.columns; half /= 2) {
 #pragma unroll
-      for (int i = 0; i < V; ++i) s_state[i][threadIdx.x] = mine[i];
+      for (int i = 0; i < V; ++i) {
+        const State other = mine[i].from(half);
+        if (lane < half) mine[i].merge(other);
+      }
     }
-    __syncthreads();
-    if (row < count - half) {
+  }
+  const int apart = shuffled ? 32 : grid.columns, count = shuffled ? Threads / 32 : grid.step;
 #pragma unroll
-      for (int i = 0; i < V; ++i) mine[i].merge(s_state[i][threadIdx.x + half * grid.columns]);
-    }
-    count = half;
+  for (int i = 0; i < V; ++i) s_state[i][threadIdx.x] = mine[i];
+  __syncthreads();
+  if (row != 0) return;
+#pragma unroll 1
+  for (int k = 1; k < count; ++k) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) mine[i].merge(s_state[i][threadIdx.x + k * apart]);
   }
 }
+
+// What is compiled on its own: without tests in its loops for what is most frequent. `any` has a piecewise linear
+// activation or none, and may have a residual.
+enum class Kind { none, relu, relu_added, any, smooth };
+constexpr bool fast(Kind k, bool vec) { return vec && k != Kind::smooth; }
 
 // ---- forward ---------------------------------------------------------------------------------------------------
 
@@ -159,29 +217,29 @@ __device__ __forceinline__ void moments_of(const NormArgs& args, const Grid& gri
   A sum[V] = {}, squares[V] = {};  // of x - first: its own first row keeps a thread's numbers small
   int count = 0;
   const bool any = at.valid > 0 && at.begin + at.row < at.end;
-  load_group<Vec>(first, args.x, args.ldx * R, at.channel, any ? at.begin + at.row : 0, 1, any ? at.valid : 0);
-  for_groups<2, false>(args, grid, at, [&](const int64_t (&group)[2], const int (&rows)[2]) {
-    T v[2][R][V];
+  load_group<Vec, false>(first, args.x, args.ldx * R, at.channel, at.begin + at.row, any, at.valid);
+  A origin[V];
 #pragma unroll
-    for (int k = 0; k < 2; ++k) load_group<Vec>(v[k], args.x, args.ldx, at.channel, group[k], rows[k], at.valid);
+  for (int i = 0; i < V; ++i) origin[i] = convert<A>(first[0][i]);
+  for_groups<false, Vec>(args, grid, at, [&](int64_t group, int rows, auto full) {
+    T v[R][V];
+    load_group<Vec, full()>(v, args.x, args.ldx, at.channel, group, rows, at.valid);
+    count += rows;
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      count += rows[k];
+    for (int u = 0; u < R; ++u) {
+      if (!full() && u >= rows) continue;
 #pragma unroll
-      for (int u = 0; u < R; ++u) {
-#pragma unroll
-        for (int i = 0; i < V; ++i) {
-          const A d = u < rows[k] ? convert<A>(v[k][u][i]) - convert<A>(first[0][i]) : A(0);
-          sum[i] += d;
-          squares[i] = fma(d, d, squares[i]);
-        }
+      for (int i = 0; i < V; ++i) {
+        const A d = convert<A>(v[u][i]) - origin[i];
+        sum[i] += d;
+        squares[i] = fma(d, d, squares[i]);
       }
     }
   });
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     const A shift = count > 0 ? sum[i] / A(count) : A(0);
-    found[i] = {A(count), convert<A>(first[0][i]) + shift, max(squares[i] - shift * sum[i], A(0))};
+    found[i] = {A(count), origin[i] + shift, max(squares[i] - shift * sum[i], A(0))};
   }
 }
 
@@ -216,61 +274,55 @@ struct Affine {
   }
 };
 
-// An activation of few instructions, or one of an exponential function: kernels of the former need few registers.
-template <bool Smooth, class F>
-__device__ __forceinline__ void with_activation(Activation activation, F f) {
-  if constexpr (Smooth) {
-    if (activation == Activation::silu) f(std::integral_constant<Activation, Activation::silu>());
-    if (activation == Activation::gelu) f(std::integral_constant<Activation, Activation::gelu>());
-  } else {
-    if (activation == Activation::relu) f(std::integral_constant<Activation, Activation::relu>());
-    if (activation == Activation::leaky_relu) f(std::integral_constant<Activation, Activation::leaky_relu>());
-  }
-}
-
 // Whether relu and leaky_relu pass what they are given.
 template <class A>
 __device__ __forceinline__ bool passes(A given) {
   return !(given <= 0);
 }
 
-template <bool Smooth, bool Vec, class T>
+template <Kind K, bool Vec, class T>
 __device__ __forceinline__ void apply(const NormArgs& args, const Grid& grid, const Place<T>& at) {
   using A = typename Step<T>::Sum;
   using Bits = typename Step<T>::Bits;
   constexpr int V = Step<T>::V, R = Step<T>::R;
+  if (at.valid == 0) return;
   const Affine<A, V> affine(args, at.channel, at.valid);
-  for_groups<1, true>(args, grid, at, [&](const int64_t (&groups)[1], const int (&counts)[1]) {
-    const int64_t group = groups[0];
-    const int rows = counts[0];
+  const bool added = K == Kind::relu_added || (K != Kind::relu && args.residual != nullptr);
+  const bool keep = (K == Kind::relu_added || K == Kind::any) && args.passed != nullptr;
+  for_groups<true, fast(K, Vec)>(args, grid, at, [&](int64_t group, int rows, auto full) {
     T v[R][V], add[R][V];
-    load_group<Vec>(v, args.x, args.ldx, at.channel, group, rows, at.valid);
-    if (args.residual != nullptr) load_group<Vec>(add, args.residual, args.ldr, at.channel, group, rows, at.valid);
+    load_group<Vec, full()>(v, args.x, args.ldx, at.channel, group, rows, at.valid);
+    if (added) load_group<Vec, full()>(add, args.residual, args.ldr, at.channel, group, rows, at.valid);
+    T* y = static_cast<T*>(args.y) + group * R * args.channels + at.channel;
     uint32_t passed = 0;
 #pragma unroll
     for (int u = 0; u < R; ++u) {
       A a[V];
 #pragma unroll
-      for (int i = 0; i < V; ++i) a[i] = fma(convert<A>(v[u][i]) - affine.mean[i], affine.factor[i], affine.shift[i]);
-      if (args.residual != nullptr) {
-#pragma unroll
-        for (int i = 0; i < V; ++i) a[i] += convert<A>(add[u][i]);
+      for (int i = 0; i < V; ++i) {
+        a[i] = fma(convert<A>(v[u][i]) - affine.mean[i], affine.factor[i], affine.shift[i]);
+        if (added) a[i] += convert<A>(add[u][i]);
       }
-      if (!Smooth && args.passed != nullptr) {
+      if (keep) {
 #pragma unroll
         for (int i = 0; i < V; ++i) passed |= passes(a[i]) ? 1u << (u * V + i) : 0u;
       }
-      with_activation<Smooth>(args.activation, [&](auto function) { activate(a, function(), args.slope); });
-      if (u < rows) store_row_of<Vec, T>(args.y, args.channels, at.channel, group * R + u, a, at.valid);
+      if constexpr (K == Kind::relu || K == Kind::relu_added)
+        activate(a, Activation::relu, 0);
+      else if constexpr (K == Kind::smooth)
+        activate(a, args.activation == Activation::silu ? Activation::silu : Activation::gelu, 0);
+      else if (K == Kind::any && args.activation == Activation::relu)
+        activate(a, Activation::relu, 0);
+      else if (K == Kind::any && args.activation == Activation::leaky_relu)
+        activate(a, Activation::leaky_relu, args.slope);
+      if (full() || u < rows) put_row<Vec>(y + u * args.channels, a, at.valid);
     }
-    if (!Smooth && args.passed != nullptr) {
-      static_cast<Bits*>(args.passed)[group * at.vectors + at.vector] = static_cast<Bits>(passed);
-    }
+    if (keep) static_cast<Bits*>(args.passed)[group * at.vectors + at.vector] = static_cast<Bits>(passed);
   });
 }
 
 template <bool Vec, class T>
-__global__ void __launch_bounds__(kThreads, per_sm(false)) moments_kernel(const NormArgs args, const Grid grid) {
+__global__ void __launch_bounds__(kThreads, kMomentsPerSm) moments_kernel(const NormArgs args, const Grid grid) {
   using A = typename Step<T>::Sum;
   constexpr int V = Step<T>::V;
   const Place<T> at(args, grid);
@@ -287,12 +339,12 @@ __global__ void __launch_bounds__(kThreads, per_sm(false)) moments_kernel(const 
   }
 }
 
-template <bool Smooth, bool Vec, class T>
-__global__ void __launch_bounds__(kThreads, per_sm(false)) apply_kernel(const NormArgs args, const Grid grid) {
-  apply<Smooth, Vec>(args, grid, Place<T>(args, grid));
+template <Kind K, bool Vec, class T>
+__global__ void __launch_bounds__(kThreads, kPerSm) apply_kernel(const NormArgs args, const Grid grid) {
+  apply<K, Vec>(args, grid, Place<T>(args, grid));
 }
 
-template <bool Smooth, bool Vec, class T>
+template <Kind K, bool Vec, class T>
 __global__ void __launch_bounds__(kFewThreads) few_forward_kernel(const NormArgs args, const Grid grid) {
   using A = typename Step<T>::Sum;
   constexpr int V = Step<T>::V;
@@ -307,21 +359,21 @@ __global__ void __launch_bounds__(kFewThreads) few_forward_kernel(const NormArgs
     }
   }
   __syncthreads();
-  apply<Smooth, Vec>(args, grid, at);
+  apply<K, Vec>(args, grid, at);
 }
 
 // ---- backward --------------------------------------------------------------------------------------------------
 
 // d[i] *= the derivative of silu or gelu at v[i].
 template <int N, class A>
-__device__ __forceinline__ void activate_gradient(A (&d)[N], const A (&v)[N], Activation function) {
+__device__ __forceinline__ void activate_gradient(A (&d)[N], const A (&v)[N], bool silu) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const A x = v[i];
-    if (function == Activation::silu) {
+    if (silu) {
       A s;
       if constexpr (std::is_same_v<A, float>)
-        s = __fdividef(1.0f, 1 + expf(-x));
+        s = __fdividef(1.0f, 1 + __expf(-x));
       else
         s = 1 / (1 + exp(-x));
       d[i] *= s * (1 + x * (1 - s));
@@ -332,85 +384,58 @@ __device__ __forceinline__ void activate_gradient(A (&d)[N], const A (&v)[N], Ac
   }
 }
 
-// The gradient behind the activation, of rows whose gradient is dy.
-template <bool Smooth, class T>
-struct Through {
-  using A = typename Step<T>::Sum;
-  static constexpr int V = Step<T>::V, R = Step<T>::R;
-  T added[R][V];   // residual, of smooth functions
-  uint32_t known;  // bits of forward
-  bool again;      // not known: whether the activation passes is computed again
-
-  template <bool Vec>
-  __device__ __forceinline__ void load(const NormArgs& args, const Place<T>& at, int64_t group, int rows) {
-    if constexpr (Smooth) {
-      if (args.residual != nullptr) load_group<Vec>(added, args.residual, args.ldr, at.channel, group, rows, at.valid);
-    } else {
-      known = ~0u;
-      again = args.activation != Activation::none && args.passed == nullptr;
-      if (args.passed != nullptr) {
-        known = static_cast<const typename Step<T>::Bits*>(args.passed)[group * at.vectors + at.vector];
-      }
-    }
+// The gradient behind a piecewise linear activation: in d, of what it was given, which `bits` (a bit a channel) know, or
+// an affine function of x, which are deviations from the mean.
+template <Kind K, class A, int V>
+__device__ __forceinline__ void through(const NormArgs& args, const Affine<A, V>& affine, bool known, uint32_t bits,
+                                        A (&d)[V], const A (&x)[V]) {
+  if constexpr (K == Kind::none) return;
+  if (K == Kind::any && args.activation == Activation::none) return;
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    const bool pass = known ? bits >> i & 1 : passes(fma(x[i], affine.factor[i], affine.shift[i]));
+    A low = 0;
+    if (K == Kind::any && args.activation == Activation::leaky_relu) low = d[i] * static_cast<A>(args.slope);
+    d[i] = pass ? d[i] : low;
   }
-  // d: dy of row u of the group, in; x: its deviations from the mean
-  __device__ __forceinline__ void operator()(const NormArgs& args, const Affine<A, V>& affine, int u, A (&d)[V],
-                                             const A (&x)[V]) const {
-    if constexpr (Smooth) {
-      A given[V];
-#pragma unroll
-      for (int i = 0; i < V; ++i) {
-        given[i] = fma(x[i], affine.factor[i], affine.shift[i]);
-        if (args.residual != nullptr) given[i] += convert<A>(added[u][i]);
-      }
-      with_activation<true>(args.activation, [&](auto function) { activate_gradient(d, given, function()); });
-    } else {
-      uint32_t bits = known >> (u * V);
-      if (again) {
-        bits = 0;
-#pragma unroll
-        for (int i = 0; i < V; ++i) bits |= passes(fma(x[i], affine.factor[i], affine.shift[i])) ? 1u << i : 0u;
-      }
-      const bool relu = args.activation == Activation::relu;
-#pragma unroll
-      for (int i = 0; i < V; ++i) {
-        const A low = relu ? A(0) : d[i] * static_cast<A>(args.slope);
-        d[i] = bits >> i & 1 ? d[i] : low;
-      }
-    }
-  }
-};
-
-// Where smooth functions follow a residual, the gradient behind them is that of the residual: made once, by the sums.
-template <bool Smooth>
-__device__ __forceinline__ bool kept_by_sums(const NormArgs& args) {
-  return Smooth && args.dresidual != nullptr;
 }
 
-template <bool Smooth, bool Vec, class T, class A, int V>
+template <Kind K, bool Vec, class T, class A, int V>
 __device__ __forceinline__ void gradient_sums_of(const NormArgs& args, const Grid& grid, const Place<T>& at,
                                                  Sums<A> (&found)[V]) {
   constexpr int R = Step<T>::R;
 #pragma unroll
   for (int i = 0; i < V; ++i) found[i] = {0, 0};
+  if (at.valid == 0) return;
   const Affine<A, V> affine(args, at.channel, at.valid);
-  for_groups<1, false>(args, grid, at, [&](const int64_t (&groups)[1], const int (&counts)[1]) {
-    const int64_t group = groups[0];
-    const int rows = counts[0];
-    T v[R][V], g[R][V];
-    Through<Smooth, T> through;
-    load_group<Vec>(v, args.x, args.ldx, at.channel, group, rows, at.valid);
-    load_group<Vec>(g, args.dy, args.ldy, at.channel, group, rows, at.valid);
-    through.template load<Vec>(args, at, group, rows);
+  const bool known = K == Kind::relu_added || (K == Kind::any && args.passed != nullptr);
+  for_groups<false, fast(K, Vec)>(args, grid, at, [&](int64_t group, int rows, auto full) {
+    T v[R][V], g[R][V], added[R][V];
+    load_group<Vec, full()>(v, args.x, args.ldx, at.channel, group, rows, at.valid);
+    load_group<Vec, full()>(g, args.dy, args.ldy, at.channel, group, rows, at.valid);
+    if (K == Kind::smooth && args.residual != nullptr) {
+      load_group<Vec, full()>(added, args.residual, args.ldr, at.channel, group, rows, at.valid);
+    }
+    uint32_t bits = 0;
+    if (known) bits = static_cast<const typename Step<T>::Bits*>(args.passed)[group * at.vectors + at.vector];
 #pragma unroll
     for (int u = 0; u < R; ++u) {
+      if (!full() && u >= rows) continue;
       A d[V], x[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) d[i] = convert<A>(g[u][i]), x[i] = convert<A>(v[u][i]) - affine.mean[i];
-      through(args, affine, u, d, x);
-      if (u >= rows) continue;
-      if (kept_by_sums<Smooth>(args)) {
-        store_row_of<Vec, T>(args.dresidual, args.channels, at.channel, group * R + u, d, at.valid);
+      if constexpr (K == Kind::smooth) {
+        A given[V];
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+          given[i] = fma(x[i], affine.factor[i], affine.shift[i]);
+          if (args.residual != nullptr) given[i] += convert<A>(added[u][i]);
+        }
+        activate_gradient(d, given, args.activation == Activation::silu);
+        T* kept = static_cast<T*>(args.dresidual != nullptr ? args.dresidual : args.dx);
+        put_row<Vec>(kept + (group * R + u) * args.channels + at.channel, d, at.valid);
+      } else {
+        through<K>(args, affine, known, bits >> (u * V), d, x);
       }
 #pragma unroll
       for (int i = 0; i < V; ++i) {
@@ -427,10 +452,22 @@ __device__ void finish_sums(const NormArgs& args, int64_t c, const Sums<A>& all)
   static_cast<A*>(args.dweight)[c] = all.dot * static_cast<const A*>(args.stats)[args.channels + c];
 }
 
-template <bool Smooth, bool Vec, class T>
+// What the last pass is given where the sums have made the gradient behind a smooth activation, that of the residual:
+// twice the function would take longer than writing and reading it.
+__host__ __device__ inline NormArgs behind_activation(NormArgs args) {
+  args.dy = args.dresidual != nullptr ? args.dresidual : args.dx;
+  args.ldy = args.channels;
+  args.activation = Activation::none;
+  args.dresidual = nullptr;
+  return args;
+}
+
+// `dy` may be dx.
+template <Kind K, bool Vec, class T>
 __device__ __forceinline__ void gradient(const NormArgs& args, const Grid& grid, const Place<T>& at) {
   using A = typename Step<T>::Sum;
   constexpr int V = Step<T>::V, R = Step<T>::R;
+  if (at.valid == 0) return;
   const Affine<A, V> affine(args, at.channel, at.valid);
   A of_row[V], of_deviation[V];  // dx = factor * d - of_row - of_deviation * (x - mean)
   {
@@ -444,48 +481,38 @@ __device__ __forceinline__ void gradient(const NormArgs& args, const Grid& grid,
       of_deviation[i] = affine.factor[i] * (dot[i] * invstd[i] / A(args.n));
     }
   }
-  for_groups<1, true>(args, grid, at, [&](const int64_t (&groups)[1], const int (&counts)[1]) {
-    const int64_t group = groups[0];
-    const int rows = counts[0];
+  const bool known = K == Kind::relu_added || (K == Kind::any && args.passed != nullptr);
+  const bool shared = (K == Kind::relu_added || K == Kind::any) && args.dresidual != nullptr;
+  for_groups<true, fast(K, Vec)>(args, grid, at, [&](int64_t group, int rows, auto full) {
     T v[R][V], g[R][V];
-    Through<Smooth, T> through;
-    load_group<Vec>(v, args.x, args.ldx, at.channel, group, rows, at.valid);
-    load_group<Vec>(g, args.dy, args.ldy, at.channel, group, rows, at.valid);
-    through.template load<Vec>(args, at, group, rows);
+    load_group<Vec, full()>(v, args.x, args.ldx, at.channel, group, rows, at.valid);
+    load_group<Vec, full()>(g, args.dy, args.ldy, at.channel, group, rows, at.valid);
+    uint32_t bits = 0;
+    if (known) bits = static_cast<const typename Step<T>::Bits*>(args.passed)[group * at.vectors + at.vector];
+    const int64_t begin = group * R * args.channels + at.channel;
 #pragma unroll
     for (int u = 0; u < R; ++u) {
+      if (!full() && u >= rows) continue;
       A d[V], x[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) d[i] = convert<A>(g[u][i]), x[i] = convert<A>(v[u][i]) - affine.mean[i];
-      through(args, affine, u, d, x);
-      if (u >= rows) continue;
-      if (args.dresidual != nullptr) {
-        store_row_of<Vec, T>(args.dresidual, args.channels, at.channel, group * R + u, d, at.valid);
-      }
+      through<K>(args, affine, known, bits >> (u * V), d, x);
+      if (shared) put_row<Vec>(static_cast<T*>(args.dresidual) + begin + u * args.channels, d, at.valid);
 #pragma unroll
       for (int i = 0; i < V; ++i) d[i] = fma(affine.factor[i], d[i], -fma(of_deviation[i], x[i], of_row[i]));
-      store_row_of<Vec, T>(args.dx, args.channels, at.channel, group * R + u, d, at.valid);
+      put_row<Vec>(static_cast<T*>(args.dx) + begin + u * args.channels, d, at.valid);
     }
   });
 }
 
-// What the last pass is given where the sums have made the gradient behind the activation.
-__host__ __device__ inline NormArgs behind_activation(NormArgs args) {
-  args.dy = args.dresidual;
-  args.ldy = args.channels;
-  args.activation = Activation::none;
-  args.residual = nullptr;
-  args.dresidual = nullptr;
-  return args;
-}
-
-template <bool Smooth, bool Vec, class T>
-__global__ void __launch_bounds__(kThreads, per_sm(Smooth)) gradient_sums_kernel(const NormArgs args, const Grid grid) {
+template <Kind K, bool Vec, class T>
+__global__ void __launch_bounds__(kThreads, K == Kind::smooth ? kSmoothPerSm : kPerSm)
+    gradient_sums_kernel(const NormArgs args, const Grid grid) {
   using A = typename Step<T>::Sum;
   constexpr int V = Step<T>::V;
   const Place<T> at(args, grid);
   Sums<A> found[V];
-  gradient_sums_of<Smooth, Vec>(args, grid, at, found);
+  gradient_sums_of<K, Vec>(args, grid, at, found);
   merge_rows<kThreads>(grid, at.row, found);
   if (at.row != 0) return;
   A* out = static_cast<A*>(args.workspace) + (blockIdx.x / grid.across * args.channels + at.channel) * 2;
@@ -497,18 +524,18 @@ __global__ void __launch_bounds__(kThreads, per_sm(Smooth)) gradient_sums_kernel
   }
 }
 
-template <bool Smooth, bool Vec, class T>
-__global__ void __launch_bounds__(kThreads, per_sm(Smooth)) gradient_kernel(const NormArgs args, const Grid grid) {
-  gradient<Smooth, Vec>(args, grid, Place<T>(args, grid));
+template <Kind K, bool Vec, class T>
+__global__ void __launch_bounds__(kThreads, kPerSm) gradient_kernel(const NormArgs args, const Grid grid) {
+  gradient<K, Vec>(args, grid, Place<T>(args, grid));
 }
 
-template <bool Smooth, bool Vec, class T>
+template <Kind K, bool Vec, class T>
 __global__ void __launch_bounds__(kFewThreads) few_backward_kernel(const NormArgs args, const Grid grid) {
   using A = typename Step<T>::Sum;
   constexpr int V = Step<T>::V;
   const Place<T> at(args, grid);
   Sums<A> found[V];
-  gradient_sums_of<Smooth, Vec>(args, grid, at, found);
+  gradient_sums_of<K, Vec>(args, grid, at, found);
   merge_rows<kFewThreads>(grid, at.row, found);
   if (at.row == 0) {
 #pragma unroll
@@ -517,10 +544,10 @@ __global__ void __launch_bounds__(kFewThreads) few_backward_kernel(const NormArg
     }
   }
   __syncthreads();
-  if (kept_by_sums<Smooth>(args))
-    gradient<false, Vec>(behind_activation(args), grid, at);
+  if constexpr (K == Kind::smooth)
+    gradient<Kind::none, Vec>(behind_activation(args), grid, at);
   else
-    gradient<Smooth, Vec>(args, grid, at);
+    gradient<K, Vec>(args, grid, at);
 }
 
 // ---- the sums of all CTAs --------------------------------------------------------------------------------------
@@ -554,35 +581,33 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const NormArgs a
     finish_moments(args, c, all[0]);
 }
 
-template <bool Backward, bool Smooth, bool Vec, class T>
+template <bool Backward, Kind K, bool Vec, class T>
 cudaError_t run(const NormArgs& args, cudaStream_t stream) {
   using A = typename Step<T>::Sum;
-  if (args.n <= (Backward ? kFewBackward : kFewForward)) {
+  if (args.n <= kFew) {
     const Grid grid = few_grid_of<T>(args);
     if constexpr (Backward)
-      return launch_kernel(few_backward_kernel<Smooth, Vec, T>, grid.ctas(), kFewThreads, 0, stream, args, grid);
+      return launch_kernel(few_backward_kernel<K, Vec, T>, grid.ctas(), kFewThreads, 0, stream, args, grid);
     else
-      return launch_kernel(few_forward_kernel<Smooth, Vec, T>, grid.ctas(), kFewThreads, 0, stream, args, grid);
+      return launch_kernel(few_forward_kernel<K, Vec, T>, grid.ctas(), kFewThreads, 0, stream, args, grid);
   }
-  const Grid grid = grid_of<T>(args, Smooth && Backward);
+  constexpr bool kSmooth = K == Kind::smooth;
+  const Grid grid = grid_of<T>(args, !Backward ? kMomentsPerSm : kSmooth ? kSmoothPerSm : kPerSm);
   cudaError_t status;
   if constexpr (Backward)
-    status = launch_kernel(gradient_sums_kernel<Smooth, Vec, T>, grid.ctas(), kThreads, 0, stream, args, grid);
+    status = launch_kernel(gradient_sums_kernel<K, Vec, T>, grid.ctas(), kThreads, 0, stream, args, grid);
   else
     status = launch_kernel(moments_kernel<Vec, T>, grid.ctas(), kThreads, 0, stream, args, grid);
   if (status != cudaSuccess) return status;
   status = launch_kernel(finish_kernel<Backward, A>, ceil_div(args.channels, kFinished), kFinishThreads, 0, stream,
                          args, grid, grid.each * Step<T>::R);
   if (status != cudaSuccess) return status;
-  const bool made = Backward && Smooth && args.dresidual != nullptr;
-  const Grid last = grid_of<T>(args, Smooth && !made);
+  const Grid last = grid_of<T>(args, kPerSm);
   if constexpr (!Backward)
-    return launch_kernel(apply_kernel<Smooth, Vec, T>, last.ctas(), kThreads, 0, stream, args, last);
-  else if (made)
-    return launch_kernel(gradient_kernel<false, Vec, T>, last.ctas(), kThreads, 0, stream, behind_activation(args),
-                         last);
+    return launch_kernel(apply_kernel<K, Vec, T>, last.ctas(), kThreads, 0, stream, args, last);
   else
-    return launch_kernel(gradient_kernel<Smooth, Vec, T>, last.ctas(), kThreads, 0, stream, args, last);
+    return launch_kernel(gradient_kernel < kSmooth ? Kind::none : K, Vec, T >, last.ctas(), kThreads, 0, stream,
+                         kSmooth ? behind_activation(args) : args, last);
 }
 
 // Whether V channels of every row can be read and written at once.
@@ -598,10 +623,21 @@ bool aligned(const NormArgs& args) {
 
 template <bool Backward, class T>
 cudaError_t run(const NormArgs& args, cudaStream_t stream) {
-  const bool smooth = args.activation == Activation::silu || args.activation == Activation::gelu;
-  if (aligned<T>(args))
-    return smooth ? run<Backward, true, true, T>(args, stream) : run<Backward, false, true, T>(args, stream);
-  return smooth ? run<Backward, true, false, T>(args, stream) : run<Backward, false, false, T>(args, stream);
+  const bool vec = aligned<T>(args);
+  if (args.activation == Activation::silu || args.activation == Activation::gelu) {
+    return vec ? run<Backward, Kind::smooth, true, T>(args, stream)
+               : run<Backward, Kind::smooth, false, T>(args, stream);
+  }
+  if (!vec) return run<Backward, Kind::any, false, T>(args, stream);
+  if constexpr (sizeof(T) < 8) {
+    if (args.activation == Activation::none) return run<Backward, Kind::none, true, T>(args, stream);
+    if (args.activation == Activation::relu) {
+      const bool added = Backward ? args.passed != nullptr : args.residual != nullptr;
+      return added ? run<Backward, Kind::relu_added, true, T>(args, stream)
+                   : run<Backward, Kind::relu, true, T>(args, stream);
+    }
+  }
+  return run<Backward, Kind::any, true, T>(args, stream);
 }
 
 template <bool Backward>
@@ -618,12 +654,12 @@ cudaError_t run(const NormArgs& args, cudaStream_t stream) {
 }  // namespace
 
 size_t norm_workspace(const NormArgs& args) {
-  if (args.n <= std::min(kFewForward, kFewBackward)) return 0;
+  if (args.n <= kFew) return 0;
   const int64_t sums = args.channels * 2;
   switch (args.dtype) {
-    case DType::f64: return grid_of<double>(args, false).blocks * sums * sizeof(double);
-    case DType::f32: return grid_of<float>(args, false).blocks * sums * sizeof(float);
-    default: return grid_of<__half>(args, false).blocks * sums * sizeof(float);
+    case DType::f64: return grid_of<double>(args, kMomentsPerSm).blocks * sums * sizeof(double);
+    case DType::f32: return grid_of<float>(args, kMomentsPerSm).blocks * sums * sizeof(float);
+    default: return grid_of<__half>(args, kMomentsPerSm).blocks * sums * sizeof(float);
   }
 }
 

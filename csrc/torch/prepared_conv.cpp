@@ -45,6 +45,17 @@ struct PreparedConv {
                            std::nullopt);
   }
 
+  // conv_fused_into with the same.
+  void fused_into(const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& scale,
+                  const OptTensor& shift, const OptTensor& mean, const OptTensor& var, double eps,
+                  const OptTensor& residual, const std::string& activation, double slope, Tensor& out) const {
+    check_version();
+    NoAutocast no_autocast;
+    const Plan& plan = *shared;
+    fused_into_op().call(x, weight, bias, plan.map, n_out, plan.symmetric, plan.transpose, plan.accumulator, plan.tile,
+                         out_dtype, scale, shift, mean, var, eps, residual, activation, slope, std::nullopt, out);
+  }
+
   // conv and norm_act as one node.
   Tensor trained(const Tensor& x, const Tensor& weight, const OptTensor& bias, const NormCall& norm,
                  const OptTensor& norm_weight, const OptTensor& norm_bias, const OptTensor& residual) const {
@@ -97,6 +108,14 @@ void bind_prepared_conv(py::module_& m) {
                            double eps, const OptTensor& residual, const std::string& activation, double slope) {
                           return self.fused(x, weight, bias, scale, shift, mean, var, eps, residual, activation, slope);
                         }))
+      .def("fused_into", torch::wrap_pybind_function_no_gil(
+                             [](const PreparedConv& self, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                                const OptTensor& scale, const OptTensor& shift, const OptTensor& mean,
+                                const OptTensor& var, double eps, const OptTensor& residual,
+                                const std::string& activation, double slope, Tensor out) {
+                               self.fused_into(x, weight, bias, scale, shift, mean, var, eps, residual, activation,
+                                               slope, out);
+                             }))
       .def("trained", torch::wrap_pybind_function_no_gil(
                           [](const PreparedConv& self, const Tensor& x, const Tensor& weight, const OptTensor& bias,
                              const OptTensor& norm_weight, const OptTensor& norm_bias, const OptTensor& running_mean,

@@ -242,6 +242,23 @@ class PreparedConv:
     ) -> Tensor:
         """torch.ops.voxmma.conv_fused."""
 
+    def fused_into(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor | None,
+        eps: float,
+        residual: Tensor | None,
+        activation: str,
+        slope: float,
+        out: Tensor,
+    ) -> None:
+        """torch.ops.voxmma.conv_fused_into."""
+
     def trained(
         self,
         x: Tensor,

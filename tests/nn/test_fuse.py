@@ -460,6 +460,70 @@ def test_fuse_reports_sequences_and_networks(device: torch.device) -> None:
     model = spunet(16, 4)
     _, report = voxmma.fuse(settled(model, device))
     convolutions = sum(isinstance(layer, vnn.SparseConv3d) for layer in model.modules())
-    assert len(report.fused) == convolutions - 1 and report.left == [("head", "the end follows")]
+    assert len(report.fused) == convolutions - 1 and report.left == []
     other = vnn.Sequential(vnn.SparseConv3d(4, 4, 3), vnn.GroupNorm(2, 4), vnn.ReLU())
     assert voxmma.fuse(other)[1].left == [("0", "GroupNorm follows")]
+
+
+# ---- concatenations ----------------------------------------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    """A level of a U-Net: up, concatenated with what was there, and through a convolution without a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = vnn.SparseConv3d(16, 24, 2, 2)
+        self.up = vnn.Sequential(vnn.SparseConvTranspose3d(24, 8, 2, stride=2), vnn.BatchNorm(8), vnn.ReLU())
+        self.last = vnn.SparseConv3d(24, 16, 3)
+
+    def forward(self, x: Voxels) -> Any:
+        return vnn.functional.cat(self.last(vnn.functional.cat(self.up(self.down(x)), x)), x, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_concatenations_are_written_by_the_launch(device: torch.device, dtype: torch.dtype) -> None:
+    x = voxels(device, dtype=dtype)
+    body = settled(vnn.Sequential(vnn.SparseConv3d(16, 24, 3), vnn.BatchNorm(24), vnn.SiLU()), device, dtype)
+    for layers in (list(body), list(body)[:1]):
+        part = vnn.Sequential(*layers)
+        with torch.no_grad():
+            first, again = (container.cat_behind(part, x, x, x) for _ in range(2))
+            alone = part(x)
+        both = torch.cat([alone.feats, x.feats, x.feats], dim=1)
+        assert torch.equal(first.feats, both) and torch.equal(again.feats, both)
+        assert first.feats.is_contiguous() and first.coord_set is x.coord_set
+        assert applied(first) == applied(again) == (*applied(alone), "cat (fused)")
+    wanted = vnn.functional.cat(body(x), x)
+    assert wanted.feats.requires_grad
+    y = container.cat_behind(body, x, x)
+    assert torch.equal(y.feats, wanted.feats) and y.feats.requires_grad and y._record is None
+    shuffled = Voxels(x.coords.flip(0), x.feats.flip(0), 1)
+    wide = x.with_feats(x.feats.double())
+    with torch.no_grad():
+        for other in (shuffled, wide):  # of another order, of another type
+            y, single = container.cat_behind(body, x, other), vnn.functional.cat(body(x), other)
+            assert y.dtype == single.dtype
+            close(y.feats.to(dtype), single.feats.to(dtype), 8.0)
+        body.train()
+        trained, twin = container.cat_behind(body, x, x), vnn.functional.cat(copy.deepcopy(body)(x), x)
+    assert trained.feats.shape == twin.feats.shape and body[1].num_batches_tracked == 1
+    elsewhere = Voxels(x.coords + torch.tensor([0, 1, 1, 1], device=device), x.feats, 1)
+    with pytest.raises(ValueError, match="concatenate"):
+        container.cat_behind(body, x, elsewhere)
+
+
+def test_fuse_finds_concatenations(device: torch.device) -> None:
+    x = voxels(device)
+    net = settled(Decoder(), device)
+    twin = copy.deepcopy(net)
+    _, report = voxmma.fuse(net)
+    assert ("up", "cat") in report.fused and ("last", "cat") in report.fused
+    with torch.no_grad():
+        for _ in range(2):
+            y, single = net(x), twin(x)
+            close(y.feats, single.feats, 8.0)
+            assert applied(y) == ("cat (fused)",)
+    net.train()
+    net(x).feats.sum().backward()
+    assert net.up[0].weight.grad is not None

@@ -348,3 +348,34 @@ def test_what_is_kept_for_the_gradient(device: torch.device) -> None:
     y = vF.norm_act(x, residual=residual)
     dy = torch.randn_like(y)
     assert torch.equal(torch.autograd.grad(y, residual, dy)[0], dy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [400, 6000])
+def test_a_training_block_fits_a_cuda_graph(n: int) -> None:
+    torch.manual_seed(0)
+    coords = random_coords(n, 24).cuda()
+    block = ResidualBlock(16, 32).cuda().train()
+    static = torch.randn(len(coords), 16, device="cuda")
+    x = Voxels(coords, static, 1)
+
+    def step() -> list[Tensor]:
+        y = block(x).feats
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), list(block.parameters()))]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):  # builds the maps
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    counted = int(block.body[1].num_batches_tracked)
+    for i in range(2):
+        static.normal_()
+        expected = [t.clone() for t in step()]
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+        assert block.body[1].num_batches_tracked == counted + 2 * (i + 1)

@@ -505,20 +505,15 @@ def _convolve(
     op, written = torch.ops.voxmma.conv, config.out_dtype
     if scaled:
         op, written = torch.ops.voxmma.conv_rescaled, config.out_dtype or compute_dtype
-    shared = (mapping.tensors, opposite, mapping.out_coords.num, mapping.symmetric, False)
-    operands = (*shared, ran, tile, dgrad_tile, wgrad_tile, written)
+    over = mapping.tensors, opposite, mapping.out_coords.num, mapping.symmetric, False
+    operands = (*over, ran, tile, dgrad_tile, wgrad_tile, written)
     applied: tuple[str, ...] = ()
     parts = _parts(tile, weight, mapping, feats.device)
     may = then is not None and not scaled and _may_fuse(x, weight, bias)
     prepared = None
     if may and then is not None and then.fits(x, weight, bias, written or compute_dtype, mapping.out_coords):
-        applied = then.names()
-        if then.trains():
-            prepared = _C.PreparedConv(*operands)
-            y = then.run(prepared, x, weight, bias)
-        else:
-            launch = functools.partial(torch.ops.voxmma.conv_fused, **then.operands())
-            y = _launch(launch, (x, weight, bias, shared[0], *shared[2:], ran, tile, written))
+        prepared = _C.PreparedConv(*operands)
+        y, applied = then.run(prepared, x, weight, bias), then.names()
     else:
         y = _launch(op, (x, weight, bias, *operands))
     record = _record(config.layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,9 @@ class Norm(NamedTuple):
     momentum: float | None = None
     batches: Tensor | None = None
     """one int64, incremented"""
+
+
+_NO_NORM = Norm(None, None, None, None, 0.0, "")
 
 
 def one_pass(x: Tensor, residual: Tensor | None, numbers: tuple[Tensor | None, ...]) -> bool:
@@ -79,7 +82,10 @@ class Epilogue:
     residual_first: bool = False
     """Whether the sum is residual + y, whose coordinates and row order are the residual's."""
     otherwise: Callable[[Voxels], Voxels] | None = None
-    """The layers one by one; a norm in training needs it."""
+    """The layers one by one; a norm in training and `beside` need it."""
+    beside: tuple[Voxels, ...] = ()
+    """What the result is concatenated with: it is written into its columns of the wider tensor. Not in
+    training."""
 
     def trains(self) -> bool:
         """Whether the norm takes the statistics of its rows."""
@@ -111,34 +117,34 @@ class Epilogue:
             if self.residual._coord_set is not out or rows.dtype != dtype or rows.shape[1] != channels:
                 return False
             operands.append(rows)
+        for other in self.beside:
+            if other._coord_set is not out or other._feats.dtype != dtype:
+                return False
+            operands.append(other._feats)
         if norm is not None and norm.momentum is not None:
             return not has_torch_function(operands)
         if torch.is_grad_enabled():
             return not any(t is not None and t.requires_grad for t in operands)
         return True
 
-    def operands(self) -> dict[str, Any]:
-        """Arguments of torch.ops.voxmma.conv_fused."""
-        mean, var, scale, shift, eps, *_ = self.norm or (None, None, None, None, 0.0)
-        kind, slope, _ = self.activation or ("none", 0.0, "")
-        rows = None if self.residual is None else self.residual._feats
-        return {
-            "scale": scale, "shift": shift, "mean": mean, "var": var, "eps": eps, "residual": rows,
-            "activation": kind, "slope": slope,
-        }  # fmt: skip
-
     def run(self, prepared: _C.PreparedConv, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution and this."""
         kind, slope, _ = self.activation or ("none", 0.0, "")
         rows = None if self.residual is None else self.residual._feats
-        if self.norm is None:
-            nothing = None, None, None, None, 0.0
-            return prepared.fused(x, weight, bias, *nothing, rows, kind, slope)
-        mean, var, scale, shift, eps, _, momentum, batches = self.norm
-        if momentum is None:
+        mean, var, scale, shift, eps, _, momentum, batches = self.norm or _NO_NORM
+        if momentum is not None:
+            numbers = scale, shift, mean, var, batches, momentum, eps
+            return prepared.trained(x, weight, bias, *numbers, rows, kind, slope)
+        if not self.beside:
             return prepared.fused(x, weight, bias, scale, shift, mean, var, eps, rows, kind, slope)
-        numbers = scale, shift, mean, var, batches, momentum, eps
-        return prepared.trained(x, weight, bias, *numbers, rows, kind, slope)
+        end = channels = weight.shape[-1] * (weight.shape[1] if weight.dim() == 4 else 1)
+        first = self.beside[0]._feats
+        y = first.new_empty((first.shape[0], channels + sum(v._feats.shape[1] for v in self.beside)))
+        prepared.fused_into(x, weight, bias, scale, shift, mean, var, eps, rows, kind, slope, y[:, :channels])
+        for other in self.beside:
+            y[:, end : end + other._feats.shape[1]] = other._feats
+            end += other._feats.shape[1]
+        return y
 
     def names(self) -> tuple[str, ...]:
         """What `explain` lists where one call did it."""
@@ -147,6 +153,8 @@ class Epilogue:
             found.append("+ residual")
         if self.activation is not None:
             found.append(self.activation.name)
+        if self.beside:
+            found.append("cat")
         return tuple([f"{name} (fused)" for name in found])
 
     def apply(self, y: Voxels) -> Voxels:

@@ -14,6 +14,7 @@ from torch import nn
 
 import voxmma.nn as vnn
 from voxmma.models.blocks import Layer, conv_norm, residual_stage
+from voxmma.nn.modules.container import cat_behind
 from voxmma.sparse.tensor import Voxels
 
 #: Blocks and channels of each stage in MinkowskiEngine's examples/minkunet.py, those of basic blocks.
@@ -49,6 +50,8 @@ class SparseUNet(nn.Module):
 
     Raises ValueError naming the argument that does not fit.
     """
+
+    fuses_itself = True  # by `cat_behind`
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class SparseUNet(nn.Module):
             skips.append(x)
             x = encode(down(x))
         for up, decode in zip(reversed(self.up), reversed(self.decoder), strict=True):
-            x = decode(vnn.functional.cat(up(x), skips.pop()))
+            x = decode(cat_behind(up, x, skips.pop()))
         y: Voxels = self.head(x)
         return y
 

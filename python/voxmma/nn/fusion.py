@@ -35,8 +35,9 @@ from voxmma.sparse.tensor import Voxels
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What `fuse` found. `fused`: chains of layers that run as one launch in evaluation, by name. `left`:
-    (name of a convolution or module, why it stays as it is)."""
+    """What `fuse` found. `fused`: chains of layers that run as one launch in evaluation, by name ("+" is a
+    sum, "cat" that the result is written into its columns of a concatenation). `left`: (name of a
+    convolution or module, why it stays as it is)."""
 
     fused: list[tuple[str, ...]] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
@@ -53,8 +54,9 @@ def fuse(model: nn.Module) -> tuple[nn.Module, FusionReport]:
     """Lets convolutions of `model` take along what follows them, and says which do and why others do not.
 
     Chains of convolution, BatchNorm, sum with other Voxels and activation (ReLU, LeakyReLU, SiLU, GELU with
-    erf) run as one launch: in evaluation, without gradients, hooks or a precision policy. In training, on a
-    GPU, BatchNorm, sum and activation do (nn.functional.norm_act); in all other cases each layer runs.
+    erf) run as one launch, and functional.cat of the result first copies the others only: in evaluation,
+    without gradients, hooks or a precision policy. In training, on a GPU, the chain is one node of the graph
+    (nn.functional.norm_act behind the convolution); in all other cases each layer runs.
     voxmma.nn.Sequential and the blocks of voxmma.models do so by themselves; this does it for forwards that
     call their layers one by one.
 
@@ -225,14 +227,19 @@ def _layer(node: fx.Node, module: nn.Module) -> nn.Module | None:
     return module.get_submodule(str(node.target))
 
 
-def _opens(layer: nn.Module | None) -> bool:
-    """Whether a launch of a convolution can go on behind this layer."""
-    if type(layer) is VoxelsSequential:
-        last = list(layer)[-2:]
-        return bool(last) and (
-            type(last[-1]) in _PLAIN or (type(last[-1]) in _NORMS and type(last[0]) in _PLAIN)
-        )
-    return type(layer) in _PLAIN
+def _stage(layer: nn.Module | None) -> int | None:
+    """What a launch of a convolution has behind it at the end of this layer: 0 nothing, 1 a norm, 3 an
+    activation. None where there is no such launch."""
+    if type(layer) is not VoxelsSequential:
+        return 0 if type(layer) in _PLAIN else None
+    parts, stage = list(layer), 0
+    if parts and activation_of(parts[-1]) is not None:
+        stage = 3
+        parts.pop()
+    if parts and type(parts[-1]) in _NORMS:
+        stage = max(stage, 1)
+        parts.pop()
+    return stage if parts and type(parts[-1]) in _PLAIN else None
 
 
 def _fuse_graph(name: str, module: nn.Module, graph: fx.Graph, report: FusionReport) -> list[tuple[str, ...]]:
@@ -241,14 +248,12 @@ def _fuse_graph(name: str, module: nn.Module, graph: fx.Graph, report: FusionRep
     chains: list[tuple[str, ...]] = []
     for node in list(graph.nodes):
         layer = _layer(node, module)
-        if not _opens(layer) or node not in graph.nodes:
+        stage = _stage(layer)  # norm, sum, activation: each at most once, in this order
+        if stage is None or node not in graph.nodes:
             continue
         nodes, layers, names = [node], [str(node.target)], [prefix + str(node.target)]
         spec: list[Any] = [0]
         others: list[fx.Node] = []
-        stage = 0  # norm, sum, activation: each at most once, in this order
-        if type(layer) is VoxelsSequential:
-            stage = int(type(list(layer)[-1]) in _NORMS)
         why = ""
         while stage < 3:
             last = nodes[-1]
@@ -297,22 +302,36 @@ def _fuse_graph(name: str, module: nn.Module, graph: fx.Graph, report: FusionRep
             layers.append(str(after.target))
             nodes.append(after)
             names.append(prefix + str(after.target))
-        if others and _writes_between(graph, module, nodes):
-            why, cut = "something in between writes in place", names.index("+")
-            nodes, names, spec, others = nodes[:cut], names[:cut], spec[:cut], []
+        beside = _concatenated(nodes[-1])
+        if beside:
+            nodes.append(next(iter(nodes[-1].users)))
+            names.append("cat")
+        if (others or beside) and _writes_between(graph, module, nodes):
+            why, cut = "something in between writes in place", names.index("+" if others else "cat")
+            nodes, names, spec, others, beside = nodes[:cut], names[:cut], spec[:cut], [], ()
         if len(nodes) == 1:
             if type(layer) in _PLAIN:
                 report.left.append((names[0], why))
             continue
         end = nodes[-1]
-        with graph.inserting_before(end if others else node):
+        with graph.inserting_before(end if others or beside else node):
             modules = tuple(graph.get_attr(target) for target in layers)
-            made = graph.call_function(_chain(spec), (node.args[0], modules, tuple(others)))
+            made = graph.call_function(_chain(spec), (node.args[0], modules, tuple(others), beside))
         end.replace_all_uses_with(made)
         for dead in reversed(nodes):
             graph.erase_node(dead)
         chains.append(tuple(names))
     return chains
+
+
+def _concatenated(last: fx.Node) -> tuple[fx.Node, ...]:
+    """The other arguments of the functional.cat that alone uses the end of a chain, as its first one."""
+    users = list(last.users)
+    if len(users) != 1 or users[0].op != "call_function" or users[0].target is not functional.cat:
+        return ()
+    first, *others = users[0].args or (None,)
+    fits = first is last and last not in others and all(isinstance(other, fx.Node) for other in others)
+    return tuple(others) if fits and not users[0].kwargs else ()  # type: ignore[arg-type]
 
 
 def _writes_between(graph: fx.Graph, module: nn.Module, chain: list[fx.Node]) -> bool:
@@ -342,7 +361,9 @@ def _what(node: fx.Node, layer: nn.Module | None) -> str:
 def _chain(spec: list[Any]) -> Callable[..., Any]:
     """The function of a chain: an int is a module, a pair one of the others and whether it is on the left."""
 
-    def fused_chain(x: Any, modules: tuple[nn.Module, ...], others: tuple[Any, ...]) -> Any:
+    def fused_chain(
+        x: Any, modules: tuple[nn.Module, ...], others: tuple[Any, ...], beside: tuple[Any, ...]
+    ) -> Any:
         layers: list[Any] = []
         for item in spec:
             if isinstance(item, int):
@@ -352,7 +373,7 @@ def _chain(spec: list[Any]) -> Callable[..., Any]:
                 layers.append(Add(others[item[0]], item[1]))
             else:
                 layers.append(item)
-        return run_layers(layers, x)
+        return run_layers(layers, x, beside)
 
     return fused_chain
 

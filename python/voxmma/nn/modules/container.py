@@ -47,7 +47,15 @@ class Sequential(nn.Sequential):
 def residual(body: nn.Module, x: Voxels, shortcut: Voxels, act: nn.Module) -> Any:
     """`act(body(x) + shortcut)`; the sum and `act` in the launch of the body's last convolution where they
     can be (`run_layers`)."""
-    inner: list[nn.Module | Add] = [body]
-    if type(body) is Sequential and untouched(body) and not watched(x):
-        inner = list(body)
-    return run_layers([*inner, Add(shortcut), act], x)
+    return run_layers([*_layers_of(body, x), Add(shortcut), act], x)
+
+
+def cat_behind(body: nn.Module, x: Voxels, *others: Voxels) -> Any:
+    """`functional.cat(body(x), *others)`; the body's last launch writes into its columns of the wider tensor
+    where it can (`run_layers`)."""
+    return run_layers(_layers_of(body, x), x, others)
+
+
+def _layers_of(body: nn.Module, x: Voxels) -> list[nn.Module | Add]:
+    inner = type(body) is Sequential and untouched(body) and not watched(x)
+    return list(body) if inner else [body]  # type: ignore[call-overload, no-any-return]

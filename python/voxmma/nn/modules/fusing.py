@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from voxmma.dispatch.calls import call
 from voxmma.dispatch.epilogue import Activation, Epilogue, Norm, one_pass
 from voxmma.dispatch.observers import observed
 from voxmma.nn.functional.activation import apply_module
+from voxmma.nn.functional.container import cat
 from voxmma.nn.modules import activation, norm
 from voxmma.nn.modules.sparse_conv import _PLAIN as _CONVOLUTIONS
 from voxmma.sparse.tensor import Voxels
@@ -135,8 +137,9 @@ def epilogue_of(layers: Sequence[nn.Module | Add], first: int, x: Tensor) -> tup
     return Epilogue(found, None, act, False, otherwise), at
 
 
-def run_layers(layers: Sequence[nn.Module | Add], x: Any) -> Any:
-    """The layers one after another on Voxels; plain torch modules (`is_plain`) on the features.
+def run_layers(layers: Sequence[nn.Module | Add], x: Any, beside: tuple[Voxels, ...] = ()) -> Any:
+    """The layers one after another on Voxels; plain torch modules (`is_plain`) on the features. The result is
+    concatenated with `beside`, whose columns the last launch leaves free where it can.
 
     A convolution of voxmma.nn and the BatchNorm, sum and activation (ReLU, LeakyReLU, SiLU, GELU with erf)
     behind it run as one call where none of them has a hook or a forward of its own: with the BatchNorm in
@@ -156,10 +159,14 @@ def run_layers(layers: Sequence[nn.Module | Add], x: Any) -> Any:
             conv: Any = layer
             own = conv._parameters
             then, end = epilogue_of(layers, at, x._feats)
-            if then is not None and "weight" in own and "bias" in own:
-                x = call(conv.config, x, own["weight"], own["bias"], then=then)
-                at = end
-                continue
+            if "weight" in own and "bias" in own:
+                if beside and end == len(layers) and _writes_beside(then):
+                    otherwise = functools.partial(run_layers, layers[at:end], beside=beside)
+                    then, beside = replace(then or Epilogue(), otherwise=otherwise, beside=beside), ()
+                if then is not None:
+                    x = call(conv.config, x, own["weight"], own["bias"], then=then)
+                    at = end
+                    continue
         if not single and isinstance(x, Voxels):
             trained = training_norm_of(layer, x._feats)
             end = at if trained is None else at + behind_training(trained, layers, at, x)
@@ -168,7 +175,13 @@ def run_layers(layers: Sequence[nn.Module | Add], x: Any) -> Any:
                 at = end
                 continue
         x = apply_module(layer, x) if is_plain(layer) else layer(x)
-    return x
+    return cat(x, *beside) if beside else x
+
+
+def _writes_beside(then: Epilogue | None) -> bool:
+    """Whether a launch may write into columns of a wider tensor: not in training, nor where a mode records
+    operators."""
+    return not (then is not None and then.trains()) and torch._C._len_torch_dispatch_stack() == 0
 
 
 def behind_training(found: Norm, layers: Sequence[nn.Module | Add], first: int, x: Voxels) -> int:

@@ -338,7 +338,12 @@ class TorchSparse(Library):
     def conv(self, layer: vnn.SparseConv3d, key: str) -> nn.Module:
         options: dict[str, Any] = {"bias": layer.bias is not None, "stride": layer.stride}
         if layer.transposed:
-            options |= {"transposed": True} | ({"generative": True} if layer.generative else {})
+            options["transposed"] = True
+            if layer.generative:  # its usual way to make maps has none of these
+                usual = self.nn.functional.conv_config.get_default_conv_config()
+                config = type(usual)(list(usual.items()))  # the usual one is shared
+                config.kmap_mode = "hashmap"
+                options |= {"generative": True, "config": config}
         else:  # of a submanifold layer: by it the limits of the grid stay what they are
             strided = layer.stride != (1, 1, 1)
             options["padding"] = layer.padding if strided else tuple(k // 2 for k in layer.kernel_size)

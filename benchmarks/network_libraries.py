@@ -291,6 +291,23 @@ class TorchSparse(Library):
 
     package, distributions, keeps_maps = "torchsparse", ("torchsparse",), True
 
+    class Strided(nn.Module):
+        """A strided layer. It leaves the hash table of its outputs where layers look for that of its inputs,
+        so that one of another kernel size there, as on a U-Net's way up, would search it: that is undone."""
+
+        def __init__(self, conv: nn.Module) -> None:
+            super().__init__()
+            self.conv = conv
+
+        def forward(self, x: Any) -> Any:
+            tables = x._caches.hashmaps
+            before = tables.get(x.stride)
+            y = self.conv(x)
+            tables.pop(x.stride, None)
+            if before is not None:
+                tables[x.stride] = before
+            return y
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.ts: Any = importlib.import_module("torchsparse")
@@ -321,9 +338,15 @@ class TorchSparse(Library):
     def conv(self, layer: vnn.SparseConv3d, key: str) -> nn.Module:
         options: dict[str, Any] = {"bias": layer.bias is not None, "stride": layer.stride}
         if layer.transposed:
-            options |= {"transposed": True} | ({"generative": True} if layer.generative else {})
-        elif layer.stride != (1, 1, 1):
-            options["padding"] = layer.padding
+            options["transposed"] = True
+            if layer.generative:  # its usual way to make maps has none of these
+                usual = self.nn.functional.conv_config.get_default_conv_config()
+                config = type(usual)(list(usual.items()))  # the usual one is shared
+                config.kmap_mode = "hashmap"
+                options |= {"generative": True, "config": config}
+        else:  # of a submanifold layer: by it the limits of the grid stay what they are
+            strided = layer.stride != (1, 1, 1)
+            options["padding"] = layer.padding if strided else tuple(k // 2 for k in layer.kernel_size)
         made = self.nn.Conv3d(layer.in_channels, layer.out_channels, layer.kernel_size, **options)
         weight = layer.weight.detach()
         if len(weight) % 2:  # odd kernels: the first axis is the fastest
@@ -331,7 +354,7 @@ class TorchSparse(Library):
         made.kernel.data.copy_(weight.reshape(made.kernel.shape))
         if layer.bias is not None:
             made.bias.data.copy_(layer.bias.detach())
-        return made
+        return self.Strided(made) if layer.stride != (1, 1, 1) and not layer.transposed else made
 
     def rows(self, module: nn.Module) -> nn.Module:
         if isinstance(module, nn.BatchNorm1d):

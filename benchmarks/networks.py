@@ -20,7 +20,7 @@ did, goes on where it stopped. Of a row:
 - infer_mib, train_mib: peak of memory beyond what was there before.
 - rel_l2, rel_l2_fp32: relative L2 error of the result with fp16 and with fp32 weights and features, against
   the same weights in plain torch and fp64. cells_missing, cells_more: voxels of the result that are in the
-  reference or here alone; errors are of those in both.
+  reference or here alone; errors are of those in both. seconds: that measuring the row took.
 
 `voxmma-engine` is the network as voxmma.engine compiles it, on a GPU one CUDA graph: no training, and nothing
 of what is compiled once in the times; infer_mib has its buffers. Its result is read in every call.
@@ -454,13 +454,15 @@ class Worker:
 
     def ask(self, job: Row, timeout: float) -> Row:
         """The row of a job; one with `error` if the process dies or says nothing for `timeout` seconds."""
-        end = time.monotonic() + timeout
+        start = time.monotonic()
+        end = start + timeout
         if hello := self.ready(timeout):
             return hello
         assert self.process is not None and self.process.stdin is not None
         with suppress(OSError):  # of a process that has died
             self.process.stdin.write(json.dumps(job) + "\n")
         row = self._line(end, timeout)
+        row["seconds"] = round(time.monotonic() - start, 1)
         if row.pop("broken", False):
             self.close()
         return row
@@ -591,9 +593,11 @@ def run(
                         cells = scene(job.scene, folder, voxels)
                         np.save(task["cells"], cells)
                         head["voxels"] = len(cells) * job.batch
-                        failed = ask("reference") or None
-                    if failed is not None and "left_out" not in failed:
-                        failed = {"error": f"reference: {failed.get('error') or failed['absent']}"}
+                        made = ask("reference")
+                        if "left_out" in made:
+                            failed = made
+                        elif why := made.get("error") or made.get("absent"):
+                            failed = {"error": f"reference: {why}"}
                 except (OSError, KeyError, ValueError) as error:
                     failed = {"error": f"scene: {said(error)}"}
                 for lib in here:
@@ -631,6 +635,7 @@ def line(row: Row) -> str:
     shown += [f"training failed: {row['train_error']}"] if "train_error" in row else []
     apart = row["cells_missing"] or row["cells_more"]
     shown += [f"cells -{row['cells_missing']} +{row['cells_more']}"] if apart else []
+    shown += [f"{row['seconds']:.0f} s"] if "seconds" in row else []
     return f"{name} {row['voxels']:>9,}  {'  '.join(shown)}"
 
 

@@ -147,7 +147,12 @@ class Trainer:
         """Scores of the present network, written down."""
         self.journal.flush()
         scores = evaluate(self.network, self.held_out, self.group, self.autocast, self.settings.workers)
-        row = {"step": self.step, "val_loss": scores.loss, "miou": scores.miou, "accuracy": scores.accuracy}
+        row: dict[str, Any] = {
+            "step": self.step,
+            "val_loss": scores.loss,
+            "miou": scores.miou,
+            "accuracy": scores.accuracy,
+        }
         row |= {"overflown": scores.overflown, "scale": self.scaler.get_scale(), "iou": scores.iou}
         self.journal.write([row])
         if self.group.first:

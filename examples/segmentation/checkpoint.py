@@ -103,7 +103,8 @@ def restore(
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """The generators of torch, CUDA, numpy and Python, as tensors and plain values."""
-    name, keys, place, has_gauss, gauss = np.random.get_state()
+    legacy: Any = np.random.get_state()
+    name, keys, place, has_gauss, gauss = legacy
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,

@@ -525,7 +525,7 @@ RUNS: dict[str, tuple[dict[str, Any], float]] = {
     "ddp": ({"precision": "fp64"}, 1e-10),
     "accumulate": ({"precision": "fp64", "batch": 4, "accumulate": 2, "epochs": 2}, 1e-10),
     "fsdp": ({"precision": "fp64", "fsdp": True, "save_every": 2}, 1e-10),
-    "fp32": ({"lr": 1e-3}, 1e-3),
+    "fp32": ({"lr": 1e-3}, 1e-2),
 }
 
 
@@ -600,6 +600,7 @@ def test_two_processes_with_half_the_batch_learn_as_one(
     one, both = losses(tmp_path), losses(two / name)
     assert len(one) == 6 - 4 * (name == "accumulate")
     np.testing.assert_allclose(both, one, rtol=tolerance)
+    np.testing.assert_allclose(both[0], one[0], rtol=1e-5)
     if tolerance < 1e-6:
         weights, shared = (checkpoint.read(run / "last.pt")["model"] for run in (tmp_path, two / name))
         assert weights.keys() == shared.keys()

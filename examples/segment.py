@@ -1,7 +1,7 @@
 """Trains a sparse U-Net to name every point of a scan; folders in the formats of SemanticKITTI and ScanNet.
 
     python examples/make_scenes.py scenes/kitti                            made-up scans, to begin with
-    python examples/segment.py train scenes/kitti --model small --epochs 10
+    python examples/segment.py train scenes/kitti --model small --voxel-size 0.3 --epochs 10
     python examples/segment.py evaluate runs/segment/best.pt --out labels
 
     torchrun --nproc-per-node 8 examples/segment.py train DATA --precision fp16 --batch 32 --resume

@@ -190,7 +190,7 @@ def train(settings: Settings, group: Group) -> Trainer:
                 report(trainer, scores)
                 names = ["last.pt"]
                 if scores.miou > trainer.best:
-                    trainer.best, names = scores.miou, ["last.pt", "best.pt"]
+                    trainer.best, names = scores.miou, ["best.pt", "last.pt"]  # last.pt knows of best.pt
             if names:
                 trainer.journal.flush()
                 trainer.save(*names)

@@ -34,7 +34,7 @@ def save(
     group: Group,
     facts: dict[str, Any],
 ) -> None:
-    """Writes `paths`, all or nothing each. Every process calls it; `facts` are plain values kept beside."""
+    """Writes `paths` in this order, each whole or not. Every process calls it; `facts`: plain values."""
     weights, moments = get_state_dict(model, optimiser, options=WHOLE)
     states = group.gather(random_state(group.device))
     if group.first:

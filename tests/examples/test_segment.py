@@ -368,6 +368,28 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     assert_same(whole.out, cut.out)
 
 
+def test_a_run_that_ends_between_two_files_finds_its_best(scenes: Path, tmp_path: Path) -> None:
+    whole = settings(scenes / "kitti", tmp_path / "whole", epochs=1)
+    segment.train(whole, CPU)
+    cut = replace(whole, out=tmp_path / "cut", resume=True)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        write, count = checkpoint.write, iter(range(10))
+
+        def once(path: Path, value: Any) -> None:
+            if next(count):
+                raise KeyboardInterrupt
+            write(path, value)
+
+        patch.setattr(checkpoint, "write", once)
+        segment.train(cut, CPU)
+    segment.train(cut, CPU)
+    assert_same(whole.out, cut.out)
+    whole_best, cut_best = (checkpoint.read(run.out / "best.pt") for run in (whole, cut))
+    for name, value in whole_best["model"].items():
+        assert torch.equal(cut_best["model"][name], value), name
+    assert cut_best["step"] == whole_best["step"] == 2
+
+
 @pytest.mark.slow
 def test_a_killed_process_goes_on(scenes: Path, tmp_path: Path) -> None:
     options = "--model small --epochs 20 --batch 2 --voxel-size 0.5 --save-every 1 --no-export --device cpu"

@@ -1,7 +1,7 @@
 """Trains a sparse U-Net to name every point of a scan; folders in the formats of SemanticKITTI and ScanNet.
 
     python examples/make_scenes.py scenes/kitti                            made-up scans, to begin with
-    python examples/segment.py train scenes/kitti --model small --epochs 10
+    python examples/segment.py train scenes/kitti --model small --voxel-size 0.3 --epochs 10
     python examples/segment.py evaluate runs/segment/best.pt --out labels
 
     torchrun --nproc-per-node 8 examples/segment.py train DATA --precision fp16 --batch 32 --resume
@@ -147,8 +147,14 @@ class Trainer:
         """Scores of the present network, written down."""
         self.journal.flush()
         scores = evaluate(self.network, self.held_out, self.group, self.autocast, self.settings.workers)
-        row = {"step": self.step, "val_loss": scores.loss, "miou": scores.miou, "accuracy": scores.accuracy}
-        self.journal.write([{**row, "scale": self.scaler.get_scale(), "iou": scores.iou}])
+        row: dict[str, Any] = {
+            "step": self.step,
+            "val_loss": scores.loss,
+            "miou": scores.miou,
+            "accuracy": scores.accuracy,
+        }
+        row |= {"overflown": scores.overflown, "scale": self.scaler.get_scale(), "iou": scores.iou}
+        self.journal.write([row])
         if self.group.first:
             self.journal.draw()
         return scores
@@ -184,7 +190,7 @@ def train(settings: Settings, group: Group) -> Trainer:
                 report(trainer, scores)
                 names = ["last.pt"]
                 if scores.miou > trainer.best:
-                    trainer.best, names = scores.miou, ["last.pt", "best.pt"]
+                    trainer.best, names = scores.miou, ["best.pt", "last.pt"]  # last.pt knows of best.pt
             if names:
                 trainer.journal.flush()
                 trainer.save(*names)
@@ -227,6 +233,11 @@ def report(trainer: Trainer, scores: Scores) -> None:
             f"epoch {epoch:g}, step {trainer.step}: evaluation loss {scores.loss:.4f}, "
             f"accuracy {scores.accuracy:.2%}, mean IoU {scores.miou:.2%}"
         )
+        if scores.overflown:
+            CONSOLE.print(
+                f"{scores.overflown} points have logits that are not finite. fp16 overflows while running "
+                "statistics are not yet those of the data; if it stays, try --precision bf16."
+            )
 
 
 def table(scores: Scores) -> Table:
@@ -293,15 +304,21 @@ def evaluate_command(
         str | None, typer.Option(help="Sequences or splits. Default: the run's --val-on.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write label files and a picture here.")] = None,
+    precision_as: Annotated[
+        str | None, typer.Option("--precision", help="fp32, fp16 or bf16. Default: as it was trained.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Worker processes.")] = 2,
 ) -> None:
     """Prints the scores of a trained network; writes labels in the format of the data."""
     group = Group.join(device)
     found = checkpoint.read(weights)
-    changes = {"data": data and str(data), "val_on": val_on}
+    changes: dict[str, Any] = {"data": data and str(data), "val_on": val_on, "precision": precision_as}
+    if precision_as:
+        found["settings"]["policy"] = None
     found["settings"] |= {name: value for name, value in changes.items() if value}
     settings, network = load(found, group.device)
+    settings.check()
     with precision(settings, network) as begin:
         begin(found["step"] - 1)
         scans = settings.evaluation_scans()

@@ -34,7 +34,7 @@ def save(
     group: Group,
     facts: dict[str, Any],
 ) -> None:
-    """Writes `paths`, all or nothing each. Every process calls it; `facts` are plain values kept beside."""
+    """Writes `paths` in this order, each whole or not. Every process calls it; `facts`: plain values."""
     weights, moments = get_state_dict(model, optimiser, options=WHOLE)
     states = group.gather(random_state(group.device))
     if group.first:
@@ -103,7 +103,8 @@ def restore(
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """The generators of torch, CUDA, numpy and Python, as tensors and plain values."""
-    name, keys, place, has_gauss, gauss = np.random.get_state()
+    legacy: Any = np.random.get_state()
+    name, keys, place, has_gauss, gauss = legacy
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,

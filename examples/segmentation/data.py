@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +93,7 @@ def majority(labels: torch.Tensor, rows: torch.Tensor, voxels: int, classes: int
 
 
 @dataclass
-class TrainingScans(Dataset):
+class TrainingScans(Dataset[tuple[voxmma.Voxels, torch.Tensor]]):
     """(pass, scan) -> Voxels and the class of each, (N,) int64."""
 
     folder: ScanFolder
@@ -118,7 +119,7 @@ class TrainingScans(Dataset):
 
 
 @dataclass
-class EvaluationScans(Dataset):
+class EvaluationScans(Dataset[tuple[int, voxmma.Voxels, torch.Tensor, torch.Tensor]]):
     """Place -> number of the scan, its Voxels, the voxel of each point (P,) and the class of each point (P,).
 
     Without augmentation. Places beyond the scans begin anew: every process gets as many.
@@ -145,7 +146,7 @@ def voxelise(
     return voxmma.sparse_quantize(torch.from_numpy(scan.points), feats, voxel_size, batch_size=1)
 
 
-class Draws(Sampler):
+class Draws(Sampler[list[Draw]]):
     """The micro-batches of one process, from step `start` on and without an end, as lists of draws.
 
     All processes together take `batch` scans a step from one endless row of shuffled passes over the data,
@@ -179,7 +180,7 @@ def shuffled(scans: int, seed: int, turn: int) -> np.ndarray:
     return np.random.default_rng([seed, turn]).permutation(scans)
 
 
-def training_loader(data: TrainingScans, draws: Draws, workers: int, pin: bool) -> DataLoader:
+def training_loader(data: TrainingScans, draws: Draws, workers: int, pin: bool) -> DataLoader[Any]:
     """Batches (Voxels, classes), without an end."""
     return DataLoader(
         data,
@@ -191,7 +192,7 @@ def training_loader(data: TrainingScans, draws: Draws, workers: int, pin: bool) 
     )
 
 
-def evaluation_loader(data: EvaluationScans, rank: int, world: int, workers: int) -> DataLoader:
+def evaluation_loader(data: EvaluationScans, rank: int, world: int, workers: int) -> DataLoader[Any]:
     """Single scans: every world-th, as many in every process."""
     rounds = -(-len(data.folder) // world)
     places = [world * turn + rank for turn in range(rounds)]

@@ -58,7 +58,7 @@ class ScanFolder:
     classes: list[str] = field(default_factory=list)
 
     #: features that a network gets unless it is told otherwise
-    features = ()
+    features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         need(self.root.is_dir(), self.root, "no such folder")
@@ -199,11 +199,10 @@ def _learning_map(path: Path) -> dict[str, tuple[int, ...]]:
     ignored = {number for number, yes in data.get("learning_ignore", {0: True}).items() if yes}
     table: dict[str, tuple[int, ...]] = {}
     for number in sorted(names):
-        ids = [int(one) for one, learned in data["learning_map"].items() if learned == number]
+        ids = {int(one) for one, learned in data["learning_map"].items() if learned == number}
         first = int(data["learning_map_inv"][number])
-        ids.sort(key=lambda one, first=first: (one != first, one))
         name = "" if number in ignored else names[number]
-        table[name] = (*table.get(name, ()), *ids)
+        table[name] = (*table.get(name, ()), first, *sorted(ids - {first}))
     return table
 
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import voxmma
 from segmentation.settings import Settings, refuse
@@ -82,10 +83,10 @@ def spread(network: nn.Module, settings: Settings, group: Group) -> nn.Module:
         network = SyncBatchNorm.convert_sync_batchnorm(network)
     if not settings.fsdp:
         ids = [group.device] if group.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(network, ids)
+        return DDP(network, ids)
     mesh = init_device_mesh(group.device.type, (group.world,))
-    for stages in (network.encoder, network.decoder):
-        for stage in stages:
+    for stages in ("encoder", "decoder"):
+        for stage in network.get_submodule(stages).children():
             fully_shard(stage, mesh=mesh)
     fully_shard(network, mesh=mesh)
     return network
@@ -94,13 +95,10 @@ def spread(network: nn.Module, settings: Settings, group: Group) -> nn.Module:
 @contextlib.contextmanager
 def synchronised(model: nn.Module, last: bool) -> Iterator[None]:
     """Gradients are exchanged in the backward pass of a step's last portion alone."""
-    if hasattr(model, "set_requires_gradient_sync"):  # sharded
+    if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
-    elif hasattr(model, "no_sync") and not last:
-        with model.no_sync():
-            yield
-        return
-    yield
+    with model.no_sync() if isinstance(model, DDP) and not last else contextlib.nullcontext():
+        yield
 
 
 # ---- precision ---------------------------------------------------------------------------------------------

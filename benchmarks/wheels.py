@@ -9,8 +9,8 @@ wheel alone; wheels/smoke.py and `voxmma demo` outside of the sources, with an e
 that nothing is compiled on import. Then the smoke test with one copy of the wheel that all torches share. An
 environment is removed before the next is made (3 to 8 GB where torch brings CUDA's libraries). --uv: torch is
 installed by uv, whose cache keeps what torches share, and so is the second Python's wheel. Rows go to
-benchmarks/results/wheels.json at once; `make docs` makes the table in docs/install.md. Exit code 1: a failure.
---here writes a row for another machine's results, to be added to that file.
+benchmarks/results/wheels.json at once; `make docs` makes the table in docs/install.md. --here writes a row for
+another machine's results, to be added to that file. Exit code 1: one failed.
 """
 
 from __future__ import annotations

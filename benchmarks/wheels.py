@@ -7,8 +7,8 @@
 For each torch and Python: a fresh environment with torch and what the voxmma command needs, then, timed, the
 wheel alone; wheels/smoke.py and `voxmma demo` outside of the sources, with an empty cache and no compiler, so
 that nothing is compiled on import. Then the smoke test with one copy of the wheel that all torches share. An
-environment is removed before the next is made (3 to 8 GB where torch brings CUDA's libraries). --uv: torch is
-installed by uv, whose cache keeps what torches share, and so is the second Python's wheel. Rows go to
+environment is removed before the next is made (3 to 8 GB where torch brings CUDA's libraries). --uv: uv
+installs torch and the second wheel, and keeps what torches share. Rows go to
 benchmarks/results/wheels.json at once; `make docs` makes the table in docs/install.md. --here writes a row for
 another machine's results, to be added to that file. Exit code 1: one failed.
 """
@@ -147,14 +147,17 @@ def try_torch(
     return row
 
 
-def try_here(wheel: Path) -> dict[str, Any]:
-    """The row for this Python and its torch."""
+def try_here(wheel: Path, links: Path | None) -> dict[str, Any]:
+    """The row for this Python and its torch. links: folder of wheels of what the voxmma command needs."""
     with tempfile.TemporaryDirectory(prefix="wheels-") as name:
         folder, site = Path(name), Path(name) / "site"
         began = time.monotonic()
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
         run("wheel", *pip, "--no-index", "--target", site, wheel)
         seconds = round(time.monotonic() - began, 1)
+        if links is not None:
+            offline = ["--no-index", "--find-links", str(links), "--target", str(site), *COMMAND[1:]]
+            run("command", *[word for word in pip if word != "--no-deps"], *offline)
         found = row_of(sys.executable, folder, site)
     return {**found, "installer": "pip", "install_seconds": seconds, "problem": "", **stamp()}
 
@@ -169,10 +172,11 @@ def main() -> int:
     parser.add_argument("--torch", nargs="+", default=[], help="versions; default: those of wheels/torch.txt")
     parser.add_argument("--uv", help="path of uv")
     parser.add_argument("--here", action="store_true", help="this Python and its torch")
+    parser.add_argument("--links", type=Path, help="with --here: folder of wheels, without an index")
     parser.add_argument("--json", type=Path, default=RESULT, dest="out")
     args = parser.parse_args()
     if args.here:
-        args.out.write_text(json.dumps(try_here(args.wheels[0]), indent=1) + "\n")
+        args.out.write_text(json.dumps(try_here(args.wheels[0], args.links), indent=1) + "\n")
         return 0
     wheels = {
         python: next(w for w in args.wheels if f"-{tag_of(python)}-" in w.name) for python in args.pythons

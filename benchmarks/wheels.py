@@ -8,9 +8,9 @@ For each torch and Python: a fresh environment with torch and what the voxmma co
 wheel alone; wheels/smoke.py and `voxmma demo` outside of the sources, with an empty cache and no compiler, so
 that nothing is compiled on import. Then the smoke test with one copy of the wheel that all torches share. An
 environment is removed before the next is made (3 to 8 GB where torch brings CUDA's libraries). --uv: uv
-installs torch and the second wheel, and keeps what torches share. Rows go to benchmarks/results/wheels.json at
-once; `make docs` makes the table in docs/install.md. --here writes a row for another machine's results, to be
-added to that file. Exit code 1: one failed.
+installs torch and the second wheel, and keeps what torches share. Rows go to benchmarks/results/wheels.json;
+`make docs` makes the table in docs/install.md. --here writes a row for another machine's results, to be added
+to that file. Exit code 1: one failed.
 """
 
 from __future__ import annotations

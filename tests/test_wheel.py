@@ -200,7 +200,7 @@ extern "C" int %s(int n) {
   std::ostringstream text;
   try { std::rethrow_exception(copies[0]); } catch (int value) { text << value << n; }
   try { new int[static_cast<size_t>(-n)]; return -3; } catch (const std::bad_alloc&) {}
-  return text.str() == "75" ? 0 : -4;
+  return text.str() == "75" && std::move(text).str() == "75" ? 0 : -4;
 }
 """
 

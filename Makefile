@@ -4,7 +4,9 @@
 #                                                         make quick    its fast part, on two cores
 #   make lint     ruff, mypy, layers                              make format   ruff and clang-format, in place
 #   make build    the extension, in place                   make bench    benchmarks of this machine's GPU
-#   make docs     README tables from benchmarks/results     make site     web pages of docs/ and the API's reference, into build/site
+#   make docs     README's and docs' tables from            make site     web pages of docs/ and the API's reference, into build/site
+#                 benchmarks/results, into which RAW="a.json b.json" puts what benchmarks/*.py measured
+#   make runtime  libvoxmma (engines without Python) and its example, for CPUs, in build/runtime-cpu
 #   make wheel    wheels for any torch, into dist (PYTHONS: interpreters, one wheel each)
 #   make clean    build files (not the environment)
 #
@@ -23,7 +25,7 @@ DEPS := $(VENV)/.voxmma-deps
 BUILT := $(VENV)/.voxmma-built
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py python/voxmma/_binding.py
 
-.PHONY: demo test quick lint format build bench docs site wheel clean
+.PHONY: demo test quick lint format build runtime bench docs site wheel clean
 
 demo: $(BUILT)
 	@$(PY) -c "import importlib.metadata as m; print('torch', m.version('torch'), 'of', m.distribution('torch').locate_file(''))"
@@ -44,14 +46,19 @@ lint: $(BUILT)
 format: $(BUILT)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(VENV)/bin/clang-format -i $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
+	$(VENV)/bin/clang-format -i $(shell find csrc runtime examples/cpp tests/runtime -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.c')
 
 build: $(BUILT)
+
+runtime: $(DEPS)
+	$(VENV)/bin/cmake -S runtime -B build/runtime-cpu -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja -DVOXMMA_EXAMPLES=ON
+	$(VENV)/bin/cmake --build build/runtime-cpu
 
 bench: $(BUILT)
 	$(PY) -m voxmma bench $(ARGS)
 
 docs: $(BUILT)
+	$(if $(RAW),$(PY) benchmarks/collect.py $(RAW))
 	$(PY) benchmarks/readme_tables.py
 
 site: $(BUILT)

@@ -4,21 +4,23 @@
     python benchmarks/collect.py voxmma-demo/demo.json
     python benchmarks/collect.py voxmma-peers/peers.json voxmma-scaling/scaling.json operators.json
     python benchmarks/collect.py networks.json                  # of benchmarks/networks.py
-    python benchmarks/collect.py small.json                     # of benchmarks/small_sets.py
+    python benchmarks/collect.py small.json host.json           # of benchmarks/small_sets.py, host_times.py
+    python benchmarks/collect.py reproducible.json ddp.json
     python benchmarks/collect.py voxmma-sweep/sweep.json --driver 580.159.04
     python benchmarks/collect.py gate.json                      # of voxmma tiles --gate --json
     python benchmarks/collect.py unet.json policies.json        # of examples/train_unet.py, policy_table.py
     python benchmarks/collect.py --sanitizer memcheck=memory.log racecheck=races.log --card "NVIDIA H100"
     python benchmarks/collect.py --ncu surface_512=raw.csv --card "NVIDIA H100"
 
-`voxmma demo`, benchmarks/peerbench.py, scaling.py, operators.py, networks.py and small_sets.py, and foreign
-peer benchmarks (`info` and `results`, one file a scene, all libraries in one run) go into <card>.json; rows
-of peerbench.py are added to those of the same commit and scene, rows of networks.py and small_sets.py to
-those of the same commit. A sweep goes into sweep-<card>.json (one of the same commit and scene is added to),
-verdicts of `voxmma tiles --gate` into gate-<card>.json, training runs into training-<card>.json, the
-policies' casts, errors and times into policies-<card>.json, what compute-sanitizer printed around
-benchmarks/sanitize.py into sanitizer-<card>.json, and a table of ncu (`--page raw --csv`) of one launch a
-kernel into ncu-<card>.json (sections "Proving a kernel" and "Figures" of CONTRIBUTING.md).
+`voxmma demo`, benchmarks/peerbench.py, scaling.py, operators.py, networks.py, small_sets.py, host_times.py,
+reproducible.py and ddp.py, and foreign peer benchmarks (`info` and `results`, one file a scene, all libraries
+in one run) go into <card>.json; rows of peerbench.py are added to those of the same commit and scene, rows of
+networks.py and what follows it to those of the same commit. A sweep goes into sweep-<card>.json (one of the
+same commit and scene is added to), verdicts of `voxmma tiles --gate` into gate-<card>.json, training runs
+into training-<card>.json, the policies' casts, errors and times into policies-<card>.json, what
+compute-sanitizer printed around benchmarks/sanitize.py into sanitizer-<card>.json, and a table of ncu
+(`--page raw --csv`) of one launch a kernel into ncu-<card>.json (sections "Proving a kernel" and "Figures" of
+CONTRIBUTING.md).
 benchmarks/readme_tables.py makes the tables of README and docs from the result files.
 """
 
@@ -80,6 +82,9 @@ _PEER_KEY = ("lib", "variant", "ci", "co", "kernel", "stride", "dtype", "transpo
 _RUNS = {
     "networks": (("environment", "repeats", "dtype"), ("network", "scene", "batch", "lib")),
     "small_sets": (("environment", "repeats", "spconv"), ("voxels", "channels", "lib", "variant")),
+    "host_times": (("environment", "voxels", "channels"), ("what",)),
+    "reproducible": (("environment",), ("lib", "processes", "network", "optimiser", "scene", "steps")),
+    "ddp": (("environment", "steps", "rounds"), ("network", "scene", "lib", "processes", "options")),
 }
 _PEER_SAME = ("commit", "driver", "torch", "voxels", "repeats")
 
@@ -148,9 +153,16 @@ def _run(raw: Result, former: Result | None, origin: Result) -> Result:
     rows: dict[tuple[Any, ...], Result] = {}
     if former is not None and all(former[name] == part[name] for name in ("commit", "driver", *kept)):
         rows = {tuple(row[name] for name in key): row for row in former["rows"]}
+    else:
+        former = None
     for row in raw["rows"]:
         if "left_out" not in row:
             rows[tuple(row[name] for name in key)] = {name: _figures(value) for name, value in row.items()}
+    if "absent" in raw:  # libraries that were not there, and have no row of an earlier part
+        absent = {**((former or {}).get("absent") or {}), **raw["absent"]}
+        part["absent"] = {
+            lib: why for lib, why in absent.items() if lib not in {r["lib"] for r in rows.values()}
+        }
     return {**part, "rows": list(rows.values())}
 
 

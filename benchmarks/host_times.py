@@ -169,12 +169,23 @@ def measure(folders: list[str | None], device: str, starts: int, rounds: int, re
                 best[name] = [min(pair) for pair in zip(best.get(name, times), times, strict=True)]
         for server in servers:
             server.close()
-    rows = {}
+    rows = []
     for name, times in best.items():
-        rows[name] = {"us": round(times[0], 2)}
+        row: dict[str, Any] = {"what": name, "us": round(times[0], 2)}
         if len(times) == 2:
-            rows[name] |= {"against_us": round(times[1], 2), "ratio": round(times[0] / times[1], 3)}
+            row |= {"against_us": round(times[1], 2), "ratio": round(times[0] / times[1], 3)}
+        rows.append(row)
     return {"packages": packages, "rows": rows}
+
+
+def machine_of(device: str) -> dict[str, Any]:
+    """Device, driver and versions, of this process' voxmma: that of the first folder."""
+    from voxmma.dispatch import store
+    from voxmma.tuning import machine
+
+    where, gpu = machine.environment(), device == "cuda"
+    name = where["gpus"][0] if gpu else where["cpu"]
+    return {"device": name, "driver": store.driver_version() if gpu else None, "environment": where}
 
 
 def main() -> None:
@@ -192,7 +203,8 @@ def main() -> None:
         return
     folders = [None] if given.against is None else [None, given.against]
     found = measure(folders, given.device, given.starts, given.rounds, given.repeats)
-    text = json.dumps({"device": given.device, "voxels": VOXELS, "channels": CHANNELS, **found}, indent=1)
+    found = {**machine_of(given.device), "voxels": VOXELS, "channels": CHANNELS, **found}
+    text = json.dumps({"kind": "host_times", **found}, indent=1)
     print(text)
     if given.out is not None:
         given.out.write_text(text + "\n")

@@ -296,6 +296,7 @@ class TorchSparse(Library):
         self.ts: Any = importlib.import_module("torchsparse")
         self.nn: Any = importlib.import_module("torchsparse.nn")
         self.ts.backends.allow_tf32 = False
+        self.ts.backends.hash_rsv_ratio = 8  # a 3x3x3 layer of stride 2 reaches up to 8 voxels from one
 
     def _make(self, coords: Tensor, feats: Tensor, stride: Any, limits: Any) -> Any:
         return self.ts.SparseTensor(coords=coords, feats=feats, stride=stride, spatial_range=limits)

@@ -7,7 +7,10 @@ Networks are those of voxmma.models: SpUNet and MinkUNet34C, SECOND's backbone, 
 one 3x3x3 layer, on grids of random voxels and at deep levels. In other libraries the same networks are built
 from theirs, layer by layer, with the same weights. DIR holds NAME.npz with `coords` (N, 3), integers,
 distinct: indoor_scannet, lidar_kitti, lidar_nuscenes, lidar_dense, surface_256, surface_512; without it
-scenes are generated. Each library runs in a process of its own and takes its turn in every job. Of a row:
+scenes are generated. Each library runs in a process of its own and takes its turn in every job; one that
+cannot be imported is named with the reason. The first jobs are those of the README. Rows are written as they
+are measured, and what stands in the file already is not measured again: a run that ended, or whose --budget
+did, goes on where it stopped. Of a row:
 
 - infer_ms: inference, fp16 weights and features, everything made anew from the coordinates; kept_ms: with
   maps kept, where the library can; train_ms: fp32 weights, autocast to fp16, forward and backward from the
@@ -106,33 +109,33 @@ class Job:
 
 
 def jobs(folder: bool, grids: Sequence[int] = (10_000, 100_000, 1_000_000)) -> list[Job]:
-    """The table's rows, of scenes in a folder or of generated ones."""
+    """The table's rows, of scenes in a folder or of generated ones; the most important first."""
     if folder:
         indoor, lidar, dense = "indoor_scannet", "lidar_kitti", "lidar_dense"
         surfaces, more = ["surface_256", "surface_512"], "lidar_nuscenes"
     else:
         indoor, surfaces = "room", ["surface"]
         lidar = dense = more = "street"
-    made = [Job("spunet", indoor), Job("spunet", indoor, 4)]
+    made = [Job("spunet", indoor), Job("second", lidar), Job("spunet", indoor, 4), Job("second", lidar, 4)]
     made += [Job("spunet", name) for name in (dense, surfaces[-1], more)]
-    made += [Job("minkunet34c", indoor), Job("minkunet34c", dense)]
-    made += [Job("second", lidar), Job("second", lidar, 4), Job("second", more), Job("second", dense)]
-    made += [Job("resnet21d", lidar), Job("resnet21d", lidar, 4), Job("resnet21d", dense)]
-    made += [Job("vae", surface) for surface in surfaces]
-    made += [Job(f"conv{c}", f"{indoor}/{2**level}") for level in range(5) for c in (64, 128, 256)]
+    made += [Job("second", more), Job("second", dense)]
+    made += [Job("minkunet34c", indoor), Job("resnet21d", lidar), Job("vae", surfaces[0])]
+    made += [Job("minkunet34c", indoor, 4), Job("resnet21d", lidar, 4), Job("vae", surfaces[0], 4)]
+    made += [Job("spunet", more, 4), Job("minkunet34c", dense), Job("resnet21d", dense)]
+    made += [Job("vae", surface) for surface in surfaces[1:]]
     made += [Job(f"conv{c}", f"grid_{n}") for n in grids for c in (4, 16, 32, 64, 128)]
+    made += [Job(f"conv{c}", f"{indoor}/{2**level}") for level in range(5) for c in (64, 128, 256)]
     return list(dict.fromkeys(made))
 
 
 class Problem:
-    """A job's input on a device."""
+    """A network's input on a device: `batch` times the same scene."""
 
-    def __init__(self, job: Job, cells: Array, device: torch.device) -> None:
-        network = NETWORKS[job.network]
+    def __init__(self, network: Network, cells: Array, batch: int, device: torch.device) -> None:
         if network.height_first:
             cells = cells[:, ::-1]
-        batches = [np.insert(cells, 0, b, axis=1) for b in range(job.batch)]
-        self.batch = job.batch
+        batches = [np.insert(cells, 0, b, axis=1) for b in range(batch)]
+        self.batch = batch
         self.target = torch.from_numpy(np.ascontiguousarray(np.concatenate(batches))).to(device)
         self.factor = network.factor
         self.coords = torch.unique(shrunk(self.target, self.factor), dim=0)
@@ -142,11 +145,11 @@ class Problem:
 
 
 class Runner:
-    """A network of a job in one library, with the weights of a reference."""
+    """A network in one library, with the weights of a reference."""
 
-    def __init__(self, job: Job, lib: str, state: dict[str, Tensor], problem: Problem) -> None:
+    def __init__(self, network: Network, lib: str, state: dict[str, Tensor], problem: Problem) -> None:
         self.problem = problem
-        net = NETWORKS[job.network].make()
+        net = network.make()
         net.load_state_dict(state)
         kind = LIBRARIES[lib]
         self.library = None if kind is None else kind(problem.feats.device)
@@ -194,10 +197,9 @@ class Runner:
 # ---- measuring ---------------------------------------------------------------------------------------------
 
 
-def reference(job: Job, cells: Array, device: torch.device) -> dict[str, Any]:
-    """Weights drawn for the job, statistics of its norms, and its result in plain torch and fp64."""
-    problem = Problem(job, cells, device)
-    net = NETWORKS[job.network].make()
+def drawn(network: Network) -> nn.Module:
+    """The network with weights that keep the size of features, the same in every call."""
+    net = network.make()
     generator = torch.Generator().manual_seed(0)
     for module in net.modules():
         if isinstance(module, vnn.SparseConv3d):
@@ -206,7 +208,12 @@ def reference(job: Job, cells: Array, device: torch.device) -> dict[str, Any]:
             module.weight.data = torch.randn(module.weight.shape, generator=generator) * scale
             if module.bias is not None:
                 module.bias.data.zero_()
-    library = Torch(device)
+    return net
+
+
+def reference(network: Network, problem: Problem, device: torch.device) -> dict[str, Any]:
+    """Weights, statistics of the norms on the problem, and its result in plain torch and fp64."""
+    net, library = drawn(network), Torch(device)
     copy, port = ported(net, library)
     copy.to(device, torch.float64)
     for _, norm in port.norms:
@@ -322,13 +329,14 @@ def train(runner: Runner, half: torch.dtype, repeats: int) -> Row:
 def measure(job: Job, lib: str, cells: Array, wanted: Row, device: torch.device, repeats: int) -> Row:
     """The figures of a row (see the head of this file); `train_error` where training alone fails."""
     half = torch.float16 if device.type == "cuda" else torch.float32
-    problem = Problem(job, cells, device)
-    runner = Runner(job, lib, wanted["state"], problem)
+    network = NETWORKS[job.network]
+    problem = Problem(network, cells, job.batch, device)
+    runner = Runner(network, lib, wanted["state"], problem)
     row: Row = {"parameters": sum(parameter.numel() for parameter in runner.net.parameters())}
     row |= infer(runner, wanted, half, repeats)
     if lib == ENGINE:
         return row
-    runner = Runner(job, lib, wanted["state"], problem)
+    runner = Runner(network, lib, wanted["state"], problem)
     try:
         row |= train(runner, half, repeats)
     except Exception as error:  # a library may raise anything
@@ -352,13 +360,24 @@ def work(lib: str, device: torch.device, repeats: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     voxmma.set_fp32_precision("ieee")
+    kind, hello = LIBRARIES.get(lib), {}
+    try:
+        torch.zeros(1, device=device)
+        if kind is not None:
+            kind(device)
+    except Exception as error:  # a library may raise anything where it is imported
+        traceback.print_exc()
+        hello = {"absent": said(error)}
+    out.write(json.dumps(hello) + "\n")
     for line in sys.stdin:
         given = json.loads(line)
         job, file = Job(**given["job"]), Path(given["reference"])
         cells = np.load(given["cells"])
         try:
             if lib == "reference":
-                torch.save(reference(job, cells, device), file)
+                network = NETWORKS[job.network]
+                problem = Problem(network, cells, job.batch, device)
+                torch.save(reference(network, problem, device), file)
                 row: Row = {}
             else:
                 wanted = torch.load(file, weights_only=True)
@@ -377,21 +396,27 @@ def work(lib: str, device: torch.device, repeats: int) -> None:
 
 
 class Worker:
-    """A library's process; started when it is first asked, and again after it died."""
+    """A library's process; started again after it died."""
 
     def __init__(self, lib: str, options: list[str], log: Path) -> None:
         self.lib, self.options, self.log = lib, options, log
         self.process: subprocess.Popen[str] | None = None
         self.lines: queue.Queue[str | None] = queue.Queue()
+        self.greeted = False
+        self.absent: str | None = None
+        """why there is no such library, where there is none"""
 
-    def _start(self) -> subprocess.Popen[str]:
+    def start(self) -> None:
+        """Returns at once; what is imported is imported meanwhile."""
+        if self.process is not None:
+            return
         command = [sys.executable, str(Path(__file__).resolve()), "--work", self.lib, *self.options]
         with self.log.open("a") as log:
-            made = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1
             )
-        self.lines = lines = queue.Queue()
-        stream = made.stdout
+        self.lines, self.greeted = queue.Queue(), False
+        stream, lines = self.process.stdout, self.lines
         assert stream is not None
 
         def read() -> None:
@@ -400,27 +425,42 @@ class Worker:
             lines.put(None)
 
         threading.Thread(target=read, daemon=True).start()
-        return made
 
-    def ask(self, job: Row, timeout: float) -> Row:
-        """The row of a job; one with `error` if the process dies or says nothing for `timeout` seconds."""
-        if self.process is None:
-            self.process = self._start()
+    def _line(self, end: float, timeout: float) -> Row:
+        """The next line; one with `error` if the process dies or says nothing until `end`."""
+        assert self.process is not None
         try:
-            assert self.process.stdin is not None
-            self.process.stdin.write(json.dumps(job) + "\n")
-            line = self.lines.get(timeout=timeout)
+            line = self.lines.get(timeout=max(0.0, end - time.monotonic()))
         except queue.Empty:
             self.close()
             return {"error": f"no answer in {timeout:.0f} s"}
-        except OSError:
-            line = None
         if line is None:
             code = self.process.wait()
             self.close()
             last = [text for text in self.log.read_text(errors="replace").splitlines() if text.strip()][-1:]
             return {"error": f"the process died ({code}): {' '.join(last)[:300]}"}
         row: Row = json.loads(line)
+        return row
+
+    def ready(self, timeout: float) -> Row:
+        """Waits until the library is imported: {}, or why it was not."""
+        self.start()
+        if self.greeted or self.absent is not None:
+            return {}
+        hello = self._line(time.monotonic() + timeout, timeout)
+        self.absent = hello.get("absent")
+        self.greeted = not hello
+        return hello
+
+    def ask(self, job: Row, timeout: float) -> Row:
+        """The row of a job; one with `error` if the process dies or says nothing for `timeout` seconds."""
+        end = time.monotonic() + timeout
+        if hello := self.ready(timeout):
+            return hello
+        assert self.process is not None and self.process.stdin is not None
+        with suppress(OSError):  # of a process that has died
+            self.process.stdin.write(json.dumps(job) + "\n")
+        row = self._line(end, timeout)
         if row.pop("broken", False):
             self.close()
         return row
@@ -443,9 +483,11 @@ def version(lib: str) -> str:
     return ""
 
 
-def installed(lib: str) -> bool:
+def missing(lib: str) -> str | None:
+    """Why a library cannot be imported; None where it may be there."""
     kind = LIBRARIES[lib]
-    return kind is None or importlib.util.find_spec(kind.package) is not None
+    there = kind is None or importlib.util.find_spec(kind.package) is not None
+    return None if there or kind is None else f"no module named {kind.package}"
 
 
 def environment(device: torch.device) -> Row:
@@ -456,6 +498,22 @@ def environment(device: torch.device) -> Row:
         "driver": store.driver_version() if gpu else None,
         "environment": machine.environment(),
     }
+
+
+#: Of a result: what has to be alike for its rows to stand together.
+SAME = ("kind", "device", "driver", "environment", "repeats", "dtype")
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """What names a row."""
+    return row["network"], row["scene"], row["batch"], row["lib"]
+
+
+def new_result(device: torch.device, repeats: int) -> Row:
+    """A result without rows."""
+    dtype = "fp16" if device.type == "cuda" else "fp32"
+    kind = {"kind": "networks", **environment(device), "repeats": repeats, "dtype": dtype}
+    return {**kind, "absent": {}, "rows": []}
 
 
 def run(
@@ -469,6 +527,7 @@ def run(
     repeats: int = 15,
     budget: float = math.inf,
     timeout: float = 300.0,
+    known: Sequence[Row] = (),
     show: Callable[[Row], None] = lambda row: None,
     keep: Callable[[Row], None] = lambda result: None,
 ) -> Row:
@@ -477,52 +536,76 @@ def run(
     Args:
         folder: of the scenes; None = generated ones, of about `voxels` voxels.
         paths: folders in front of sys.path of the processes of other libraries.
-        budget: seconds after which no row is started; those left out say so. timeout: of a row.
-        show: called with each row. keep: called with everything so far, after each job.
+        budget: seconds after which nothing is measured any more; rows left out say so. timeout: of a row.
+        known: rows that stay, and are not measured again where they have figures.
+        show: called with each new row. keep: called with everything so far, after each.
     """
     end = time.monotonic() + budget
-    result: Row = {"kind": "networks", **environment(device), "repeats": repeats, "absent": []}
-    result["dtype"] = "fp16" if device.type == "cuda" else "fp32"
-    result["rows"] = rows = []
+    result = new_result(device, repeats)
+    rows: dict[tuple[Any, ...], Row] = {key(row): row for row in known}
     options = ["--device", str(device), "--repeats", str(repeats)]
     options += [word for path in paths for word in ("--path", path)]
-    wanted = []
-    for lib in libraries:
-        (wanted if installed(lib) else result["absent"]).append(lib)
+    absent: dict[str, str] = result["absent"]
+    absent |= {lib: why for lib in libraries if (why := missing(lib)) is not None}
+
+    def measured(job: Job, lib: str) -> bool:
+        row = rows.get((job.network, job.scene, job.batch, lib), {})
+        return "infer_ms" in row or "unsupported" in row
+
+    def add(row: Row) -> None:
+        rows[key(row)] = row
+        result["rows"] = list(rows.values())
+        show(row)
+        keep(result)
+
+    open_jobs = [(job, [lib for lib in libraries if not measured(job, lib)]) for job in todo]
+    result["rows"] = list(rows.values())
     with tempfile.TemporaryDirectory(prefix="voxmma-networks-") as name:
-        workers = {lib: Worker(lib, options, Path(name) / f"{lib}.log") for lib in ("reference", *wanted)}
+        wanted = {lib for _, libs in open_jobs for lib in libs if lib not in absent}
+        workers = {lib: Worker(lib, options, Path(name) / f"{lib}.log") for lib in wanted | {"reference"}}
         try:
-            for job in todo:
+            used = workers.items() if wanted and budget > 0 else ()
+            for _, worker in used:
+                worker.start()
+            for lib, worker in used:
+                if "absent" in (hello := worker.ready(max(0.0, min(timeout, end - time.monotonic())))):
+                    absent[lib] = hello["absent"]
+            for job, libs in open_jobs:
+                here = [lib for lib in libs if lib not in absent]
+                if not here:
+                    continue
                 task = {"job": asdict(job), "cells": f"{name}/cells.npy", "reference": f"{name}/reference.pt"}
                 head: Row = {**asdict(job)}
+
+                def ask(lib: str, task: Row = task) -> Row:
+                    left = end - time.monotonic()
+                    row = workers[lib].ask(task, min(timeout, left)) if left > 0 else {"error": ""}
+                    cut = "error" in row and time.monotonic() >= end
+                    return {"left_out": "no time was left"} if cut else row
+
                 failed: Row | None = None
                 if time.monotonic() >= end:
                     failed = {"left_out": "no time was left"}
-                else:
-                    try:
+                try:
+                    if failed is None:
                         cells = scene(job.scene, folder, voxels)
                         np.save(task["cells"], cells)
                         head["voxels"] = len(cells) * job.batch
-                        made = workers["reference"].ask(task, timeout)
-                        failed = {"error": f"reference: {made['error']}"} if "error" in made else None
-                    except (OSError, KeyError, ValueError) as error:
-                        failed = {"error": f"scene: {said(error)}"}
-                for lib in wanted:
+                        failed = ask("reference") or None
+                    if failed is not None and "left_out" not in failed:
+                        failed = {"error": f"reference: {failed.get('error') or failed['absent']}"}
+                except (OSError, KeyError, ValueError) as error:
+                    failed = {"error": f"scene: {said(error)}"}
+                for lib in here:
                     row = {"lib": lib, "version": version(lib), **head}
                     kind = LIBRARIES[lib]
                     if kind is not None and kind.needs_gpu and device.type != "cuda":
                         row["unsupported"] = "runs on a GPU only"
                     elif lib == ENGINE and NETWORKS[job.network].factor != 1:
                         row["unsupported"] = "prunes to a target"
-                    elif failed is not None:
-                        row |= failed
-                    elif time.monotonic() >= end:
-                        row["left_out"] = "no time was left"
                     else:
-                        row |= workers[lib].ask(task, timeout)
-                    rows.append(row)
-                    show(row)
-                keep(result)
+                        row |= failed if failed is not None else ask(lib)
+                    add(row)
         finally:
             for worker in workers.values():
                 worker.close()
@@ -571,6 +654,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="of a row")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("networks.json"))
+    parser.add_argument("--again", action="store_true", help="measure rows anew that are in --out already")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
@@ -586,10 +670,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     libraries = given.libraries.split(",") if given.libraries else [n for n in LIBRARIES if n != "torch"]
     networks = given.networks.split(",") if given.networks else list(NETWORKS)
-    for what, names, known in (("library", libraries, LIBRARIES), ("network", networks, NETWORKS)):
-        unknown = [name for name in names if name not in known]
+    for what, names, there in (("library", libraries, LIBRARIES), ("network", networks, NETWORKS)):
+        unknown = [name for name in names if name not in there]
         if unknown:
-            parser.error(f"no {what} {unknown[0]!r}; there are {', '.join(known)}")
+            parser.error(f"no {what} {unknown[0]!r}; there are {', '.join(there)}")
     if given.scenes is not None and not given.scenes.is_dir():
         parser.error(f"--scenes: {given.scenes} is no folder")
     grids = {"grids": (given.voxels,)} if given.voxels else {}
@@ -601,17 +685,30 @@ def main(arguments: list[str] | None = None) -> int:
     if not todo:
         parser.error("no job is left")
 
+    known: list[Row] = []
+    if given.out.exists():
+        former, mine = json.loads(given.out.read_text()), new_result(device, given.repeats)
+        apart = [name for name in SAME if former.get(name) != mine[name]]
+        if apart and not given.again:
+            parser.error(f"{given.out} has another {', '.join(apart)}: name another --out, or say --again")
+        known = [] if apart else former["rows"]
+        if given.again:
+            asked = {(job.network, job.scene, job.batch, lib) for job in todo for lib in libraries}
+            known = [row for row in known if key(row) not in asked]
+
     def keep(result: Row) -> None:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        written = given.out.with_name(f".{given.out.name}")
+        written.write_text(json.dumps(result, indent=1) + "\n")
+        written.replace(given.out)
 
     result = run(
         todo, libraries, device, folder=given.scenes, paths=given.path, voxels=given.voxels,
-        repeats=given.repeats, budget=given.budget, timeout=given.timeout,
+        repeats=given.repeats, budget=given.budget, timeout=given.timeout, known=known,
         show=lambda row: print(line(row), flush=True), keep=keep,
     )  # fmt: skip
     keep(result)
-    if result["absent"]:
-        print(f"not installed: {', '.join(result['absent'])}", file=sys.stderr)
+    for lib, why in result["absent"].items():
+        print(f"{lib} is absent: {why}", file=sys.stderr)
     print(f"written: {given.out}", file=sys.stderr)
     return 1 if any("error" in row and row["lib"] == "voxmma" for row in result["rows"]) else 0
 

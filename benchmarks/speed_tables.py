@@ -282,8 +282,10 @@ _NETWORKS = {
 def _network(row: Result) -> str:
     """Such as 'SpUNet, indoor_scannet x 4', 'conv 64, grid_10000'."""
     name = row["network"]
-    title = _NETWORKS.get(name) or f"3x3x3, C = {name.removeprefix('conv')}"
-    return f"{title}, {row['scene']}" + (f" x {row['batch']}" if row["batch"] > 1 else "")
+    title = (
+        f"3x3x3, C = {name.removeprefix('conv')}" if name.startswith("conv") else _NETWORKS.get(name, name)
+    )
+    return f"{title}, {row['scene']}" + (f" x {row['batch']}" if row.get("batch", 1) > 1 else "")
 
 
 def _medians(card: str, part: Result, dtype: str) -> str:
@@ -328,6 +330,116 @@ def networks_table(results: list[Result]) -> str:
     return "\n\n".join(blocks) or "No run of `benchmarks/networks.py` has been recorded yet."
 
 
+def overview_table(results: list[Result]) -> str:
+    """Wall times of whole networks in every library, per GPU: inference and training."""
+    blocks = []
+    for result in (r for r in results if "networks" in r and r.get("arch") != "cpu"):
+        rows = [row for row in result["networks"]["rows"] if row["network"] in _NETWORKS]
+        rows.sort(key=lambda row: list(_NETWORKS).index(row["network"]))
+        having = {what: _libraries(rows, what) for what in ("infer_ms", "train_ms")}
+        columns = [(what, lib) for what, libs in having.items() for lib in libs]
+        lines = []
+        for name in dict.fromkeys(_network(row) for row in rows):
+            here = {row["lib"]: row for row in rows if _network(row) == name}
+            figures = [number(here.get(lib, {}).get(what), ".2f") for what, lib in columns]
+            if set(figures) != {"–"}:
+                lines.append([name, f"{max(row['voxels'] for row in here.values()):,}", *figures])
+        titles = [f"{what.removesuffix('_ms')} ms: {having[what][lib]}" for what, lib in columns]
+        if lines:
+            table = markdown(["network, scene", "voxels", *titles], lines)
+            blocks.append(f"{table}\n\n{_networks_caption(result)}")
+    return "\n\n".join(blocks) or "No run of `benchmarks/networks.py` has been recorded yet."
+
+
+def _libraries(rows: list[Result], what: str) -> dict[str, str]:
+    """Libraries that have a figure, ours first, with their titles."""
+    ours = ("voxmma-engine", "voxmma")
+    found = {row["lib"]: f"{row['lib']} {row['version']}".strip() for row in rows if what in row}
+    names = [lib for lib in ours if lib in found] + sorted(set(found) - {*ours})
+    return {lib: lib if lib in ours else found[lib] for lib in names}
+
+
+def host_times_table(results: list[Result]) -> str:
+    """Least times of small calls, per card."""
+    blocks = []
+    for result in gpus_first(results, "host_times"):
+        part = result["host_times"]
+        rows = [[row["what"], f"{row['us']:.1f}"] for row in part["rows"]]
+        caption = (
+            f"**{result['card']}**: {part['voxels']} voxels, C = {part['channels']}; "
+            f"{origin(part, part['environment']['torch'])}."
+        )
+        blocks.append(f"{caption}\n\n{markdown(['call', 'us'], rows)}")
+    return "\n\n".join(blocks) or "No run of `benchmarks/host_times.py` has been recorded yet."
+
+
+def _without_figures(part: Result, labels: dict[str, list[str]]) -> list[str]:
+    """What is written below a table about rows and libraries that have no figures."""
+    for lib, why in part.get("absent", {}).items():
+        labels.setdefault(why, []).append(lib)
+    lines = [f"* {why}: {', '.join(names)}" for why, names in labels.items()]
+    return ["Without figures:", "\n".join(lines)] if lines else []
+
+
+def reproducible_table(results: list[Result]) -> str:
+    """Whether trainings repeat bit by bit, per card."""
+    blocks = []
+    for result in gpus_first(results, "reproducible"):
+        part, rows, reasons = result["reproducible"], [], {}
+        for row in part["rows"]:
+            name = f"{row['lib']} {row['version']}".strip()
+            setting = f"{_network(row)}, {row['optimiser']}, {row['steps']} steps"
+            for kind in ("error", "unsupported"):
+                if kind in row:
+                    reasons.setdefault(row[kind], []).append(f"{name}, {setting}, {row['processes']}")
+            if "equal" not in row:
+                continue
+            same = row["equal"] and row["equal_resumed"]
+            first = "–" if row["first_step"] is None else str(row["first_step"])
+            apart = ["–", "–"] if same else [f"{row[key]:.1e}" for key in ("weights_apart", "loss_apart")]
+            agree = "–" if row["processes"] == 1 else _yes(row["ranks_agree"])
+            cells = [name, str(row["processes"]), setting, _yes(row["equal"]), _yes(row["equal_resumed"])]
+            rows.append([*cells, first, *apart, agree])
+        header = [
+            "library", "processes", "training", "equal", "equal when resumed", "first step that differs",
+            "weights apart", "loss apart", "processes agree",
+        ]  # fmt: skip
+        caption = f"**{result['card']}**; {origin(part, part['environment']['torch'])}."
+        blocks.append("\n\n".join([caption, markdown(header, rows), *_without_figures(part, reasons)]))
+    return "\n\n".join(blocks) or "No run of `benchmarks/reproducible.py` has been recorded yet."
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "**no**"
+
+
+def ddp_table(results: list[Result]) -> str:
+    """Training steps under DDP against those of one process, per card."""
+    blocks = []
+    for result in gpus_first(results, "ddp"):
+        part, rows, reasons = result["ddp"], [], {}
+        for row in part["rows"]:
+            name = f"{row['lib']} {row['version']}".strip()
+            if "error" in row:
+                reasons.setdefault(row["error"], []).append(f"{name}, {_network(row)}")
+            if "ddp_ms" not in row:
+                continue
+            cells = [_network(row), f"{row['voxels']:,}", name, str(row["processes"])]
+            cells += [row["options"], *(f"{row[key]:.2f}" for key in ("alone_ms", "beside_ms", "ddp_ms"))]
+            cells += [f"{row[key]:.2f}" for key in ("efficiency", "of_beside")]
+            rows.append([*cells, _yes(row["gradients_agree"]) if "gradients_agree" in row else "–"])
+        header = [
+            "network, scene", "voxels", "library", "processes", "options", "alone ms", "side by side ms",
+            "DDP ms", "efficiency", "of side by side", "gradients agree",
+        ]  # fmt: skip
+        caption = (
+            f"**{result['card']}**, medians of {part['rounds']} rounds of {part['steps']} steps; "
+            f"{origin(part, part['environment']['torch'])}."
+        )
+        blocks.append("\n\n".join([caption, markdown(header, rows), *_without_figures(part, reasons)]))
+    return "\n\n".join(blocks) or "No run of `benchmarks/ddp.py` has been recorded yet."
+
+
 def network_rows_table(results: list[Result]) -> str:
     """Every row of benchmarks/networks.py, per card."""
     blocks = []
@@ -355,8 +467,7 @@ def network_rows_table(results: list[Result]) -> str:
             "network, scene", "voxels", "library", "infer ms", "maps kept", "GPU ms", "idle", "kernels",
             "MiB", "train ms", "GPU ms", "idle", "kernels", "MiB", "rel-L2", "fp32",
         ]  # fmt: skip
-        failed = [f"* {why}: {', '.join(labels)}" for why, labels in reasons.items()]
-        failed = ["Without figures:", "\n".join(failed)] if failed else []
+        failed = _without_figures(result["networks"], reasons)
         blocks.append("\n\n".join([_networks_caption(result), markdown(header, rows), *failed]))
     return "\n\n".join(blocks) or "No run of `benchmarks/networks.py` has been recorded yet."
 

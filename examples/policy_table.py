@@ -18,10 +18,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from common import POLICIES
 from rich.console import Console
 from rich.table import Table
 
+from common import POLICIES
 from voxmma import export
 from voxmma.precision import policy_graph
 from voxmma.precision.policy import PrecisionPolicy, apply_policy

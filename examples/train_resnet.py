@@ -6,9 +6,10 @@ python examples/train_resnet.py --schedule 0=auto_mixed_bf16,100=always_f32
 from __future__ import annotations
 
 import torch
-from common import Task, default_policies, main
 from torch import nn
 from torch.nn import functional as F
+
+from common import Task, default_policies, main
 
 SHAPES = ("disc", "ring", "square", "frame", "cross", "stripes")
 SIZE = 20

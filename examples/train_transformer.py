@@ -6,9 +6,10 @@ python examples/train_transformer.py --steps 300 --policies always_f32,auto_mixe
 from __future__ import annotations
 
 import torch
-from common import Task, default_policies, main
 from torch import nn
 from torch.nn import functional as F
+
+from common import Task, default_policies, main
 
 DIGITS = 3
 

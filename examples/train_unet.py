@@ -14,9 +14,9 @@ import multiprocessing
 
 import numpy as np
 import torch
-from common import Task, main
 from torch.nn import functional as F
 
+from common import Task, main
 from voxmma import Voxels
 from voxmma.data import scenes
 from voxmma.tools.speedbench import SparseUNet

@@ -57,7 +57,7 @@ def load(name: str) -> ModuleType:
         ("2.11.0", False, "2.11.0-old-abi"),
     ],
 )
-def test_fault_64_a_binding_serves_the_releases_of_one_minor_version(
+def test_fault_66_a_binding_serves_the_releases_of_one_minor_version(
     version: str, abi: bool, folder: str
 ) -> None:
     assert _binding.folder_of(version, abi) == folder
@@ -76,7 +76,7 @@ def test_the_binding_is_that_of_the_torch(tmp_path: Path) -> None:
         assert _extension._choose(bindings, version, {}) == bindings / minor / f"_C{SUFFIX}"
 
 
-def test_fault_64_a_torch_without_a_binding_is_one_sentence(tmp_path: Path) -> None:
+def test_fault_66_a_torch_without_a_binding_is_one_sentence(tmp_path: Path) -> None:
     bindings = bindings_for(tmp_path, "2.9", "2.10")
     with pytest.raises(
         ImportError, match=r"bindings for torch 2\.9, 2\.10, and none for torch 2\.7\.1, which is"
@@ -134,7 +134,7 @@ print(_binding.compiled_once(bindings, cache, _binding.Torch(folder, "2.99.0", N
 """
 
 
-def test_fault_64_processes_at_once_compile_once(wheel: Path, tmp_path: Path) -> None:
+def test_fault_66_processes_at_once_compile_once(wheel: Path, tmp_path: Path) -> None:
     """Both get the same file, which is whole; the compiler ran once for each object and once to link."""
     torch_folder, env = small_torch(tmp_path / "torch").folder, counting_compiler(tmp_path)
     command = [sys.executable, "-c", CHILD, str(wheel), str(tmp_path / "cache"), str(torch_folder)]
@@ -272,7 +272,7 @@ def test_what_code_a_card_gets(capability: tuple[int, int], code: str) -> None:
     assert doctor.code_for(["8.0", "8.6", "9.0a", "10.0", "12.0+PTX"], capability) == code
 
 
-def test_fault_65_an_old_driver_is_one_sentence() -> None:
+def test_fault_67_an_old_driver_is_one_sentence() -> None:
     if not _C.HAS_CUDA:
         pytest.skip("a build without kernels")
     for driver, runtime in ((13000, 13000), (13010, 13000), (13000, 12090), (12000, 12090)):

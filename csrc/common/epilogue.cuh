@@ -81,32 +81,6 @@ __device__ __forceinline__ void activate(A (&v)[N], Activation function, double 
   }
 }
 
-// d[i] *= the derivative at v[i].
-template <int N, class A>
-__device__ __forceinline__ void activate_gradient(A (&d)[N], const A (&v)[N], Activation function, double slope) {
-  const auto each = [&](auto f) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) d[i] = f(d[i], v[i]);
-  };
-  switch (function) {
-    case Activation::none: break;
-    case Activation::relu: each([](A g, A x) { return x <= 0 ? A(0) : g; }); break;
-    case Activation::leaky_relu: each([&](A g, A x) { return x > 0 ? g : g * static_cast<A>(slope); }); break;
-    case Activation::silu:
-      each([](A g, A x) {
-        const A s = 1 / (1 + exp(-x));
-        return g * (s * (1 + x * (1 - s)));
-      });
-      break;
-    case Activation::gelu:
-      each([](A g, A x) {
-        const A cdf = A(0.5) * (1 + erf(x * A(0.70710678118654752440)));
-        return g * (cdf + x * A(0.39894228040143267794) * exp(A(-0.5) * x * x));
-      });
-      break;
-  }
-}
-
 // N neighbouring channels of one row: bias and epilogue, one rounding, store as T. `v` are sums, `channel` counts over
 // all groups, `valid` channels exist, vec: outputs_aligned16.
 template <class T, int N, class A>

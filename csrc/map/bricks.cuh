@@ -28,13 +28,14 @@ __device__ __forceinline__ uint2 brick_key(int4 c) {
 // Bit of a voxel in its brick's mask; z varies fastest, as in Morton order.
 __device__ __forceinline__ int brick_cell(int4 c) { return (c.y & 1) << 2 | (c.z & 1) << 1 | (c.w & 1); }
 
-// First slot of a chain, which goes on slot by slot. A multiplication spreads the hash over any capacity.
+// First slot of a chain, which goes on slot by slot. A multiplication spreads the hash over any capacity. Even, so that
+// the second slot of a chain of bricks comes from memory with the first.
 __device__ __forceinline__ uint32_t home_slot(uint2 key, uint32_t capacity) {
   uint32_t h = key.x * 0x9e3779b1u;
   h ^= h >> 15;
   h = (h ^ key.y) * 0x85ebca77u;
   h ^= h >> 13;
-  return __umulhi(h * 0xc2b2ae3du, capacity);
+  return 2 * __umulhi(h * 0xc2b2ae3du, capacity / 2);
 }
 
 __device__ __forceinline__ uint32_t next_slot(uint32_t slot, uint32_t capacity) {

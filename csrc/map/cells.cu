@@ -6,31 +6,27 @@
 #include "bricks.cuh"
 #include "cells.cuh"
 #include "grid.cuh"
+#include "scan.cuh"
 
 namespace voxmma {
 namespace {
 
 using namespace detail;
 
-__device__ __forceinline__ int warp_scan(int value) {  // inclusive
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(0xffffffffu, value, step);
-    if (lane >= step) value += before;
-  }
-  return value;
-}
-
 __device__ __forceinline__ int bytes_in_use(uint32_t word) {
   return __popc(((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u);
+}
+
+// Words of a bitmap up to the last cell of these bounds.
+__device__ __forceinline__ int64_t words_within(const int* bounds) {
+  return int64_t{1} << max(total_bits(box_of(bounds, {})) - 5, 0);
 }
 
 // Whether a block's words of a bitmap lie behind the cells of these bounds.
 __device__ __forceinline__ bool behind(const int* bounds, const Cells& cells) {
   if (bounds == nullptr) return false;
   const int64_t block = blockIdx.x - (blockIdx.x >= cells.row_blocks ? cells.row_blocks : 0);
-  return block * kWordsPerBlock >= int64_t{1} << max(total_bits(box_of(bounds, {})) - 5, 0);
+  return block * kWordsPerBlock >= words_within(bounds);
 }
 
 // Bits of every kWordsPerBlock words of both bitmaps, and their numbers of cells and of bricks.
@@ -76,6 +72,55 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__device__ __forceinline__ void empty_table(uint4* table, int64_t capacity) {
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < capacity; i += int64_t{gridDim.x} * kThreads) {
+    table[i] = make_uint4(~0u, kNoBrick, ~0u, ~0u);
+  }
+}
+
+// Writes the coordinates of a thread's four words of the first bitmap, from row `at` on; those from `room` on are dropped.
+__device__ __forceinline__ void write_rows(const Scan& scan, const CoordBox& box, uint32_t first_word, int at,
+                                           int64_t room, int4* coords) {
+  const uint32_t words[4] = {scan.words.x, scan.words.y, scan.words.z, scan.words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    for (uint32_t rest = words[i]; rest != 0; rest &= rest - 1, ++at) {
+      uint32_t key = (first_word + i) * 32 + __popc((rest & (0u - rest)) - 1);
+      int v[4];
+#pragma unroll
+      for (int a = 3; a >= 0; --a) {
+        v[a] = static_cast<int>(key & ((1u << box.bits[a]) - 1)) + box.low[a];
+        key >>= box.bits[a];
+      }
+      if (at < room) coords[at] = make_int4(v[0], v[1], v[2], v[3]);
+    }
+  }
+}
+
+// Writes the rows of the first bitmap and the ranks of the second one's words, and empties the brick table.
+__global__ void __launch_bounds__(kThreads)
+    place(const Cells cells, const CoordBox box, int4* coords, uint4* table, int64_t capacity, int64_t room) {
+  __shared__ int warp_before[kThreads / 32];
+  empty_table(table, capacity);
+  if (cells.block_bits[blockIdx.x] == 0) return;
+  const int t = threadIdx.x;
+  const bool ranks = blockIdx.x >= cells.row_blocks;
+  const int begin = ranks ? static_cast<int>(cells.row_blocks) : 0, block = static_cast<int>(blockIdx.x) - begin;
+  int before = 0;  // this block
+  for (int i = t; i < block; i += kThreads) before += cells.block_bits[begin + i];
+  before = __reduce_add_sync(0xffffffffu, before);
+  if (t % 32 == 0) warp_before[t / 32] = before;
+  const Scan scan = scan_words(ranks ? cells.bricks : cells.rows, block);
+  before = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) before += warp_before[w];
+  if (ranks) {
+    reinterpret_cast<int4*>(cells.ranks)[int64_t{block} * kThreads + t] = ranks_of(scan, before);
+  } else {
+    write_rows(scan, box, uint32_t(block) * kWordsPerBlock + 4 * t, before + scan.before, room, coords);
+  }
+}
+
 // What index_cells tells and asks where the host does not know how many cells there are.
 struct Sized {
   int64_t room;
@@ -84,61 +129,30 @@ struct Sized {
   int64_t* made = nullptr;
 };
 
-// Writes the rows of the first bitmap and the ranks of the second one's words, and empties the brick table.
-__global__ void __launch_bounds__(kThreads)
-    place(const Cells cells, const CoordBox most, int4* coords, uint4* table, int64_t capacity, const Sized sized) {
-  __shared__ int warp_total[kThreads / 32], warp_before[kThreads / 32];
-  const int t = threadIdx.x, warp = t / 32, lane = t % 32;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + t; i < capacity; i += int64_t{gridDim.x} * kThreads) {
-    table[i] = make_uint4(~0u, kNoBrick, ~0u, ~0u);
-  }
-  if (sized.made != nullptr) {
-    const bool fits = cells.stats->count <= sized.room;
-    if (blockIdx.x == 0 && t == 0) {
-      *sized.found = *cells.stats;
-      *sized.made = fits ? cells.stats->count : 0;
-    }
-    if (!fits || behind(sized.bounds, cells)) return;
-  }
-  if (cells.block_bits[blockIdx.x] == 0) return;
-  const bool ranks = blockIdx.x >= cells.row_blocks;
-  const int begin = ranks ? static_cast<int>(cells.row_blocks) : 0, block = static_cast<int>(blockIdx.x) - begin;
-  int before = 0;  // this block
-  for (int i = t; i < block; i += kThreads) before += cells.block_bits[begin + i];
-  before = __reduce_add_sync(0xffffffffu, before);
-  const uint4 four = cells.four_words();
-  const uint32_t words[4] = {four.x, four.y, four.z, four.w};
-  const int mine = __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w), until = warp_scan(mine);
-  if (lane == 31) warp_total[warp] = until;
-  if (lane == 0) warp_before[warp] = before;
-  __syncthreads();
-  int at = until - mine;
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) at += warp_before[w] + (w < warp ? warp_total[w] : 0);
-
-  const uint32_t first_word = uint32_t(block) * kWordsPerBlock + 4 * t;
+// The same in one sweep, where nobody has counted: what does not fit is dropped, and `made` says that nothing is there.
+__global__ void __launch_bounds__(kThreads) place_sized(const Cells cells, const CoordBox most, int4* coords,
+                                                        uint4* table, int64_t capacity, const Sized sized) {
+  empty_table(table, capacity);
+  const int t = threadIdx.x, turn = take_turn(cells.begun);
+  const bool ranks = turn >= static_cast<int>(cells.row_blocks);
+  const int begin = ranks ? static_cast<int>(cells.row_blocks) : 0, block = turn - begin;
+  int64_t words = int64_t{cells.row_blocks} * kWordsPerBlock;
+  if (sized.bounds != nullptr) words = min(words, words_within(sized.bounds));
+  if (int64_t{block} * kWordsPerBlock >= words) return;
+  const Scan scan = scan_words(ranks ? cells.bricks : cells.rows, block);
+  const int before = sum_before(cells.sums + begin, block, scan.all);
   if (ranks) {
-    int4 rank;
-    rank.x = at;
-    rank.y = rank.x + __popc(words[0]);
-    rank.z = rank.y + __popc(words[1]);
-    rank.w = rank.z + __popc(words[2]);
-    reinterpret_cast<int4*>(cells.ranks)[first_word / 4] = rank;
+    if (scan.mine != 0) {
+      reinterpret_cast<int4*>(cells.ranks)[int64_t{block} * kThreads + t] = ranks_of(scan, before);
+    }
     return;
   }
   const CoordBox box = box_of(sized.bounds, most);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    for (uint32_t rest = words[i]; rest != 0; rest &= rest - 1) {
-      uint32_t key = (first_word + i) * 32 + __popc((rest & (0u - rest)) - 1);
-      int v[4];
-#pragma unroll
-      for (int a = 3; a >= 0; --a) {
-        v[a] = static_cast<int>(key & ((1u << box.bits[a]) - 1)) + box.low[a];
-        key >>= box.bits[a];
-      }
-      coords[at++] = make_int4(v[0], v[1], v[2], v[3]);
-    }
+  write_rows(scan, box, uint32_t(block) * kWordsPerBlock + 4 * t, before + scan.before, sized.room, coords);
+  if (t == 0 && int64_t{block + 1} * kWordsPerBlock >= words) {
+    const int64_t count = before + scan.all;
+    *sized.found = {count, cells.stats->outside, 0};
+    *sized.made = count <= sized.room ? count : 0;
   }
 }
 
@@ -162,7 +176,12 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t index_with(const Cells& cells, const CoordBox& box, int64_t count, int* coords, int* order, Brick* table,
                        int64_t capacity, const Sized& sized, cudaStream_t stream) {
   auto* rows = reinterpret_cast<int4*>(coords);
-  place<<<cells.blocks, kThreads, 0, stream>>>(cells, box, rows, reinterpret_cast<uint4*>(table), capacity, sized);
+  auto* const slots_out = reinterpret_cast<uint4*>(table);
+  if (sized.made != nullptr) {
+    place_sized<<<cells.blocks, kThreads, 0, stream>>>(cells, box, rows, slots_out, capacity, sized);
+  } else {
+    place<<<cells.blocks, kThreads, 0, stream>>>(cells, box, rows, slots_out, capacity, sized.room);
+  }
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess || count == 0) return error;
   const int blocks = blocks_for(count);
@@ -201,9 +220,9 @@ cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t strea
   return cudaMemsetAsync(workspace, 0, Cells(workspace, box).clear_bytes, stream);
 }
 
-cudaError_t count_cells(const CoordBox& box, const int* bounds, void* workspace, cudaStream_t stream) {
+cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t stream) {
   const Cells cells(workspace, box);
-  count_bits<<<cells.blocks, kThreads, 0, stream>>>(cells, bounds);
+  count_bits<<<cells.blocks, kThreads, 0, stream>>>(cells, nullptr);
   return cudaGetLastError();
 }
 

@@ -17,6 +17,8 @@ struct Cells {
   uint32_t* rows;    // [words] bit of cell (v - low of batch, x, y, z in box.bits bits each); survey_coords has none
   uint32_t* bricks;  // [words] bit of its Morton code; right behind `rows`
   CellStats* stats;
+  unsigned* begun;              // blocks of index_cells that have begun to scan, and what they counted: scan.cuh
+  unsigned long long* sums;     // [blocks]
   int* block_bits;              // set bits of kWordsPerBlock words of `rows`, then of `bricks`
   int* ranks;                   // [words] bits before a word of `bricks` that is not zero
   unsigned row_blocks, blocks;  // of the first bitmap, and of both
@@ -31,6 +33,8 @@ struct Cells {
     rows = carve.take<uint32_t>(words);
     bricks = carve.take<uint32_t>(words);
     stats = carve.take<CellStats>(1);
+    begun = carve.take<unsigned>(1);
+    sums = carve.take<unsigned long long>(blocks);
     clear_bytes = carve.bytes;
     block_bits = carve.take<int>(blocks);
     ranks = carve.take<int>(words);

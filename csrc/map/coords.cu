@@ -8,6 +8,7 @@
 #include "bricks.cuh"
 #include "cells.cuh"
 #include "grid.cuh"
+#include "measure.cuh"
 
 namespace voxmma {
 namespace {
@@ -40,13 +41,6 @@ cudaError_t make_workspace(void* base, int64_t n, Workspace* w) {
   return error;
 }
 
-__device__ __forceinline__ void init_bounds(int* bounds) {
-  for (int a = 0; a < 4; ++a) {
-    bounds[a] = INT_MAX;
-    bounds[4 + a] = INT_MIN;
-  }
-}
-
 // -1 is also the largest unsigned number, so an unsigned atomicMin finds the smallest row or leaves -1.
 __global__ void init_stats(CoordStats* stats, CellStats* cells) {
   if (cells != nullptr) *cells = CellStats{};
@@ -60,73 +54,17 @@ __global__ void init_sized(SizedStats* stats, int* bounds, const int64_t* count)
   init_bounds(bounds);
 }
 
-__device__ __forceinline__ void report_smallest(int64_t* row, int64_t candidate) {
-  atomicMin(reinterpret_cast<unsigned long long*>(row), static_cast<unsigned long long>(candidate));
-}
-
-// Where valid rows lie.
-struct Range {
-  int low[4] = {0, -kCoordBias, -kCoordBias, -kCoordBias};
-  int high[4] = {kBatchMax, kCoordBias - 1, kCoordBias - 1, kCoordBias - 1};
-
-  Range() = default;
-  explicit Range(const OrderArgs& args) {
-    if (args.sized == nullptr) return;
-    std::copy(args.low, args.low + 4, low);
-    std::copy(args.high, args.high + 4, high);
-  }
-  __device__ __forceinline__ bool has(int4 c) const {
-    return c.x >= low[0] && c.x <= high[0] && c.y >= low[1] && c.y <= high[1] && c.z >= low[2] && c.z <= high[2] &&
-           c.w >= low[3] && c.w <= high[3];
-  }
-};
-
 // Extents [8] of the valid rows, and the first row that is none. Clears a bitmap on the way.
 __global__ void __launch_bounds__(kThreads)
     measure(const int4* coords, const Rows rows, const __grid_constant__ Range range, int* bounds, int64_t* bad_row,
             uint4* bits, int64_t fours) {
-  int low[4] = {INT_MAX, INT_MAX, INT_MAX, INT_MAX};
-  int high[4] = {INT_MIN, INT_MIN, INT_MIN, INT_MIN};
-  const int64_t step = int64_t(gridDim.x) * kThreads, n = rows.number();
-  const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  for (int64_t i = first; i < fours; i += step) bits[i] = make_uint4(0, 0, 0, 0);
-  for (int64_t i = first; i < n; i += step) {
-    const int4 c = coords[i];
-    if (!range.has(c)) {
-      report_smallest(bad_row, i);
-      continue;
-    }
-    const int v[4] = {c.x, c.y, c.z, c.w};
-#pragma unroll
-    for (int a = 0; a < 4; ++a) {
-      low[a] = min(low[a], v[a]);
-      high[a] = max(high[a], v[a]);
-    }
-  }
-
-  __shared__ int warp_low[kThreads / 32][4], warp_high[kThreads / 32][4];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-  for (int a = 0; a < 4; ++a) {
-    const int lo = __reduce_min_sync(0xffffffffu, low[a]);
-    const int hi = __reduce_max_sync(0xffffffffu, high[a]);
-    if (lane == 0) {
-      warp_low[warp][a] = lo;
-      warp_high[warp][a] = hi;
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x < 4) {
-    const int a = threadIdx.x;
-    int lo = INT_MAX, hi = INT_MIN;
-    for (int w = 0; w < kThreads / 32; ++w) {
-      lo = min(lo, warp_low[w][a]);
-      hi = max(hi, warp_high[w][a]);
-    }
-    if (lo <= hi) {
-      atomicMin(bounds + a, lo);
-      atomicMax(bounds + 4 + a, hi);
-    }
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < fours; i += step) bits[i] = make_uint4(0, 0, 0, 0);
+  const Extents mine = measure_block(coords, rows, range);
+  if (threadIdx.x == 0 && mine.bad != INT_MAX) report_smallest(bad_row, mine.bad);
+  if (threadIdx.x < 4 && mine.low <= mine.high) {
+    atomicMin(bounds + threadIdx.x, mine.low);
+    atomicMax(bounds + 4 + threadIdx.x, mine.high);
   }
 }
 

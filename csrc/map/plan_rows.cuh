@@ -69,9 +69,9 @@ struct Query {
 __device__ __forceinline__ uint64_t block_sort(uint64_t key, uint64_t* buffer) {
   const unsigned t = threadIdx.x;
   unsigned half = 0;  // of the buffer, in turn: one barrier an exchange. There are 6 exchanges.
-#pragma unroll
+#pragma unroll 1      // a block runs through its code once: what is unrolled waits for instructions
   for (unsigned size = 2; size <= unsigned(kTileM); size *= 2) {
-#pragma unroll
+#pragma unroll 1
     for (unsigned stride = size / 2; stride > 0; stride /= 2) {
       uint64_t other;
       if (stride >= 32) {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void split_level(ClusterShared& s, uint32_t& mask, in
     for (int w = 0; w < kWords; ++w) first[w] |= w == cut_word ? cut : 0;
   }
   int cost = 0;
-#pragma unroll 4
+#pragma unroll(8 / kWords)
   for (int i = 0; i < 32 / kWords; ++i) {  // bits, shared out among the node's warps
     uint32_t in_first = 0, in_second = 0;
 #pragma unroll
@@ -221,6 +221,7 @@ __device__ __forceinline__ int cluster_rows(uint32_t mask, uint64_t* buffer, Clu
   __syncthreads();
   if (t < 32) {
     int place = 0;
+#pragma unroll 4
     for (int b = 0; b < 32; ++b) place += s.count[b] > s.count[t] || (s.count[b] == s.count[t] && b < t);
     s.bit_at[place] = t;
   }
@@ -294,21 +295,40 @@ __device__ __forceinline__ int of_colour(const ulonglong2& counts, int colour) {
   return static_cast<int>((colour < 4 ? counts.x : counts.y) >> (16 * (colour & 3)) & 0xffff);
 }
 
-// Slot of the `place`-th of the unique rows of a colour: those equal to the colour modulo 8 in turn, and of `total`
-// slots those that no row of their own colour takes for the rest.
-__device__ __forceinline__ int slot_of(const ulonglong2& counts, int total, int colour, int place) {
-  const auto room = [&](int c) { return (total - c + kColours - 1) / kColours; };
-  if (place < room(colour)) return kColours * place + colour;
-  int rest = place - room(colour);
-  for (int c = 0; c < colour; ++c) rest += max(of_colour(counts, c) - room(c), 0);
-  int c = 0;
-  for (; c < kColours - 1; ++c) {
-    const int free = max(room(c) - of_colour(counts, c), 0);
-    if (rest < free) break;
-    rest -= free;
+// Where the unique rows of a pass go: those of a colour to the slots equal to it modulo 8, in turn; those that find none
+// left to the slots that no row of their own colour takes, both by colour.
+struct ColourRoom {
+  int own[kColours];       // slots of the colour
+  int rest[kColours + 1];  // rows without a slot of their own colour, of the colours before
+  int free[kColours + 1];  // slots that no row of their own colour takes, likewise
+  int used[kColours];      // rows of the colour
+
+  // By threads 0 .. kColours of a block. `counts`: rows of each colour, 16 bits each, `total` in all.
+  __device__ __forceinline__ void fill(const ulonglong2& counts, int total, int t) {
+    int before_rest = 0, before_free = 0;
+#pragma unroll 1
+    for (int c = 0; c < t; ++c) {
+      const int room = (total - c + kColours - 1) / kColours, over = of_colour(counts, c) - room;
+      before_rest += max(over, 0);
+      before_free += max(-over, 0);
+    }
+    rest[t] = before_rest;
+    free[t] = before_free;
+    if (t == kColours) return;
+    own[t] = (total - t + kColours - 1) / kColours;
+    used[t] = of_colour(counts, t);
   }
-  return kColours * (of_colour(counts, c) + rest) + c;
-}
+
+  // Slot of the `place`-th row of a colour.
+  __device__ __forceinline__ int slot(int colour, int place) const {
+    if (place < own[colour]) return kColours * place + colour;
+    const int i = place - own[colour] + rest[colour];  // of all that have none of their own
+    int c = 0;
+#pragma unroll 1
+    while (i >= free[c + 1]) ++c;
+    return kColours * (used[c] + i - free[c]) + c;
+  }
+};
 
 }  // namespace
 }  // namespace voxmma

@@ -20,6 +20,43 @@ bool needs_node(std::initializer_list<const Tensor*> inputs) {
 
 namespace {
 
+// The map whose input rows are this call's output rows, for the gradient `what`.
+const std::vector<Tensor>& opposite(const Plan& plan, const char* what) {
+  if (plan.symmetric) return plan.map;
+  TORCH_CHECK(!plan.map_t.empty(), "map_t is empty, but the gradient of ", what,
+              " needs the map of the opposite direction (KernelMap.transposed().tensors)");
+  return plan.map_t;
+}
+
+const std::vector<Tensor>& forward_of_opposite(const Plan& plan) { return plan.symmetric ? plan.map_t : plan.map; }
+
+}  // namespace
+
+Tensor conv_gradient_of_x(const Plan& plan, const ConvTypes& types, const Tensor& dy, const Tensor& weight) {
+  return conv_op().call(dy, weight, std::nullopt, opposite(plan, "x"), forward_of_opposite(plan), types.n_in,
+                        plan.symmetric, !plan.transpose, plan.accumulator, plan.dgrad_tile, plan.tile, plan.wgrad_tile,
+                        std::nullopt);
+}
+
+Tensor conv_gradient_of_weight(const Plan& plan, const ConvTypes& types, const Tensor& dy, const Tensor& x) {
+  // The kernel writes x's dtype or (not for float64) float32; another weight dtype is one cast more.
+  OptDtype written;
+  if (types.weight_dtype != dy.scalar_type() && dy.scalar_type() != at::kDouble) written = at::kFloat;
+  Tensor dw = plan.transpose ? wgrad_op().call(dy, x, opposite(plan, "weight"), forward_of_opposite(plan), types.volume,
+                                               types.groups, plan.symmetric, plan.accumulator, plan.wgrad_tile,
+                                               plan.dgrad_tile, written)
+                             : wgrad_op().call(x, dy, plan.map, plan.map_t, types.volume, types.groups, plan.symmetric,
+                                               plan.accumulator, plan.wgrad_tile, plan.dgrad_tile, written);
+  if (types.groups == 1 && types.grouped) dw = dw.unsqueeze(1);
+  return dw.to(types.weight_dtype);
+}
+
+Tensor conv_gradient_of_bias(const Tensor& dy, ScalarType dtype) {
+  return dy.sum(0, /*keepdim=*/false, dy.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).to(dtype);
+}
+
+namespace {
+
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -43,28 +80,19 @@ Plan load(AutogradContext* ctx) {
           data["dgrad_tile"].toStringRef(), data["wgrad_tile"].toStringRef()};
 }
 
-// The map whose input rows are this call's output rows, for the gradient `what`.
-const std::vector<Tensor>& opposite(const Plan& plan, const char* what) {
-  if (plan.symmetric) return plan.map;
-  TORCH_CHECK(!plan.map_t.empty(), "map_t is empty, but the gradient of ", what,
-              " needs the map of the opposite direction (KernelMap.transposed().tensors)");
-  return plan.map_t;
-}
-
-const std::vector<Tensor>& forward_of_opposite(const Plan& plan) { return plan.symmetric ? plan.map_t : plan.map; }
-
 class ConvFunction : public torch::autograd::Function<ConvFunction> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const OptTensor& bias,
                         const Plan& plan, const c10::SymInt& n_out, OptDtype out_dtype) {
     save(plan, ctx);
     ctx->set_materialize_grads(false);
-    ctx->saved_data["n_in"] = x.sym_size(0);
-    ctx->saved_data["x_dtype"] = x.scalar_type();
-    ctx->saved_data["weight_dtype"] = weight.scalar_type();
-    ctx->saved_data["groups"] = weight.dim() == 4 ? weight.size(1) : int64_t{1};
-    ctx->saved_data["volume"] = weight.size(0);
-    ctx->saved_data["grouped"] = weight.dim() == 4;
+    const ConvTypes types(x, weight);
+    ctx->saved_data["n_in"] = types.n_in;
+    ctx->saved_data["x_dtype"] = types.x_dtype;
+    ctx->saved_data["weight_dtype"] = types.weight_dtype;
+    ctx->saved_data["groups"] = types.groups;
+    ctx->saved_data["volume"] = types.volume;
+    ctx->saved_data["grouped"] = types.grouped;
     if (bias.has_value()) ctx->saved_data["bias_dtype"] = bias->scalar_type();
     // x serves the weight's gradient and the weight x's: neither is kept alive for nothing.
     ctx->save_for_backward({weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
@@ -80,31 +108,15 @@ class ConvFunction : public torch::autograd::Function<ConvFunction> {
     const Plan plan = load(ctx);
     auto& data = ctx->saved_data;
     const variable_list saved = ctx->get_saved_variables();
-    const Tensor &x = saved[0], &weight = saved[1];
-    const Tensor dy = grads[0].to(data["x_dtype"].toScalarType());
-    if (ctx->needs_input_grad(0)) {
-      out[0] = conv_op().call(dy, weight, std::nullopt, opposite(plan, "x"), forward_of_opposite(plan),
-                              data["n_in"].toSymInt(), plan.symmetric, !plan.transpose, plan.accumulator,
-                              plan.dgrad_tile, plan.tile, plan.wgrad_tile, std::nullopt);
-    }
-    if (ctx->needs_input_grad(1)) {
-      // The kernel writes x's dtype or (not for float64) float32; another weight dtype is one cast more.
-      const ScalarType dtype = data["weight_dtype"].toScalarType();
-      OptDtype written;
-      if (dtype != dy.scalar_type() && dy.scalar_type() != at::kDouble) written = at::kFloat;
-      const int64_t volume = data["volume"].toInt(), groups = data["groups"].toInt();
-      Tensor dw = plan.transpose
-                      ? wgrad_op().call(dy, x, opposite(plan, "weight"), forward_of_opposite(plan), volume, groups,
-                                        plan.symmetric, plan.accumulator, plan.wgrad_tile, plan.dgrad_tile, written)
-                      : wgrad_op().call(x, dy, plan.map, plan.map_t, volume, groups, plan.symmetric, plan.accumulator,
-                                        plan.wgrad_tile, plan.dgrad_tile, written);
-      if (groups == 1 && data["grouped"].toBool()) dw = dw.unsqueeze(1);
-      out[1] = dw.to(dtype);
-    }
+    const ConvTypes types = {
+        data["n_in"].toSymInt(), data["x_dtype"].toScalarType(), data["weight_dtype"].toScalarType(),
+        data["volume"].toInt(),  data["groups"].toInt(),         data["grouped"].toBool()};
+    const Tensor dy = grads[0].to(types.x_dtype);
+    if (ctx->needs_input_grad(0)) out[0] = conv_gradient_of_x(plan, types, dy, saved[1]);
+    if (ctx->needs_input_grad(1)) out[1] = conv_gradient_of_weight(plan, types, dy, saved[0]);
     const auto bias = data.find("bias_dtype");
     if (bias != data.end() && ctx->needs_input_grad(2)) {
-      const ScalarType sum = grads[0].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-      out[2] = grads[0].sum(0, /*keepdim=*/false, sum).to(bias->second.toScalarType());
+      out[2] = conv_gradient_of_bias(grads[0], bias->second.toScalarType());
     }
     return out;
   }

@@ -15,11 +15,12 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-using NormSignature = std::tuple<Tensor, Tensor>(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-                                                 const OptTensor&, double, double, const OptTensor&, string_view,
-                                                 double);
+using NormSignature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptTensor&, const OptTensor&,
+                                                         const OptTensor&, const OptTensor&, const OptTensor&, double,
+                                                         double, const OptTensor&, string_view, double, bool);
 using NormBackwardSignature = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
-                                                                         const OptTensor&, string_view, double, bool);
+                                                                         const OptTensor&, const OptTensor&,
+                                                                         string_view, double, bool);
 
 const auto& norm_op() {
   static const auto op = find_op<NormSignature>("voxmma::norm_act");
@@ -31,10 +32,20 @@ const auto& norm_backward_op() {
   return op;
 }
 
-// The derivative of an activation at v.
-Tensor derivative(const Tensor& v, const std::string& activation, double slope) {
-  if (activation == "relu") return v.gt(0).to(v.scalar_type());
-  if (activation == "leaky_relu") return at::where(v.gt(0), at::ones_like(v), at::full_like(v, slope));
+// The cells of `passed` (kernels.h: a bit each, of groups of rows and vectors of channels) as (n, channels) bool.
+Tensor cells_of(const Tensor& passed, const Tensor& x) {
+  const int64_t bytes = x.element_size(), v = bytes == 8 ? 2 : 4, r = 32 / (v * bytes), bits = (v * r + 7) / 8 * 8;
+  const int64_t groups = (x.size(0) + r - 1) / r, vectors = (x.size(1) + v - 1) / v;
+  Tensor cells = passed.unsqueeze(1).bitwise_right_shift(at::arange(8, passed.options())).bitwise_and(1);
+  cells = cells.view({groups, vectors, bits}).narrow(2, 0, v * r).view({groups, vectors, r, v}).transpose(1, 2);
+  cells = cells.reshape({groups * r, vectors * v});
+  return cells.narrow(0, 0, x.size(0)).narrow(1, 0, x.size(1)).to(at::kBool);
+}
+
+// The derivative of an activation at v, of which `cells` passed.
+Tensor derivative(const Tensor& v, const Tensor& cells, const std::string& activation, double slope) {
+  if (activation == "relu") return cells.to(v.scalar_type());
+  if (activation == "leaky_relu") return at::where(cells, at::ones_like(v), at::full_like(v, slope));
   if (activation == "silu") {
     const Tensor s = v.sigmoid();
     return s * (1 + v * (1 - s));
@@ -48,86 +59,101 @@ Tensor derivative(const Tensor& v, const std::string& activation, double slope) 
 
 OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; }
 
+}  // namespace
+
+bool keeps_residual(const std::string& activation) { return activation != "none" && !keeps_passed(activation); }
+
+Normed norm_forward(const NormCall& call, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                    const OptTensor& residual, bool keep) {
+  auto [y, stats, passed] = norm_op().call(x, weight, bias, call.running_mean, call.running_var, call.batches,
+                                           call.momentum, call.eps, residual, call.activation, call.slope, keep);
+  return {y, stats, passed};
+}
+
+NormGradients norm_gradients(const NormCall& call, const Tensor& dy, const Tensor& x, const Tensor& weight,
+                             const Tensor& bias, const Tensor& stats, const Tensor& residual, const Tensor& passed,
+                             bool of_residual) {
+  if (!at::GradMode::is_enabled()) {
+    const bool differs = call.activation != "none";
+    auto [dx, dweight, dbias, dresidual] = norm_backward_op().call(dy, x, stats, optional(residual), optional(passed),
+                                                                   call.activation, call.slope, of_residual && differs);
+    return {dx, dweight, dbias, !of_residual ? Tensor() : differs ? dresidual : dy};
+  }
+  const ScalarType wide = stats.scalar_type();
+  const Tensor values = x.to(wide), centred = values - values.mean(0);
+  const Tensor invstd = (centred.square().mean(0) + call.eps).rsqrt(), xhat = centred * invstd;
+  Tensor given = weight.defined() ? xhat * weight.to(wide) : xhat;
+  if (bias.defined()) given = given + bias.to(wide);
+  if (residual.defined()) given = given + residual.to(wide);
+  const Tensor cells = passed.defined() ? cells_of(passed, x) : given.gt(0);
+  const Tensor g = dy.to(wide) * derivative(given, cells, call.activation, call.slope);
+  const Tensor scaled = weight.defined() ? g * weight.to(wide) : g;
+  const Tensor dx = invstd * (scaled - scaled.mean(0) - xhat * (scaled * xhat).mean(0));
+  return {dx.to(x.scalar_type()), (g * xhat).sum(0), g.sum(0), of_residual ? g.to(x.scalar_type()) : Tensor()};
+}
+
+namespace {
+
 class NormFunction : public torch::autograd::Function<NormFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                               const OptTensor& running_mean, const OptTensor& running_var, double momentum, double eps,
-                               const OptTensor& residual, const std::string& activation, double slope) {
+                               const OptTensor& residual, const NormCall& call) {
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [y, stats] =
-        norm_op().call(x, weight, bias, running_mean, running_var, momentum, eps, residual, activation, slope);
+    const Normed made = norm_forward(call, x, weight, bias, residual, /*keep=*/true);
     ctx->set_materialize_grads(false);
-    ctx->mark_non_differentiable({stats});
-    // Where there is a residual, what a relu was given is seen by its result, which the next layer keeps anyway.
-    const bool by_y = residual.has_value() && activation == "relu";
-    ctx->save_for_backward(
-        {x, weight.value_or(Tensor()), bias.value_or(Tensor()), stats, by_y ? y : residual.value_or(Tensor())});
+    ctx->mark_non_differentiable({made.stats, made.passed});
+    const bool kept = residual.has_value() && keeps_residual(call.activation);
+    ctx->save_for_backward({x, weight.value_or(Tensor()), bias.value_or(Tensor()), made.stats,
+                            kept ? *residual : Tensor(), made.passed.numel() != 0 ? made.passed : Tensor()});
     auto& data = ctx->saved_data;
-    data["activation"] = activation;
-    data["slope"] = slope;
-    data["eps"] = eps;
+    data["activation"] = call.activation;
+    data["slope"] = call.slope;
+    data["eps"] = call.eps;
     data["residual_gradient"] = residual.has_value() && residual->requires_grad();
-    return {y, stats};
+    return {made.y, made.stats, made.passed};
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    variable_list out(10);
+    variable_list out(5);
     if (!grads[0].defined()) return out;
     const variable_list saved = ctx->get_saved_variables();
-    const Tensor &x = saved[0], &weight = saved[1], &bias = saved[2], &stats = saved[3], &kept = saved[4];
+    const Tensor &x = saved[0], &weight = saved[1], &bias = saved[2];
     auto& data = ctx->saved_data;
-    const std::string activation = data["activation"].toStringRef();
-    const double slope = data["slope"].toDouble();
-    const bool residual = data["residual_gradient"].toBool();
-    const Tensor dy = grads[0].to(x.scalar_type());
-    Tensor dx, dweight, dbias, dresidual;
-    if (at::GradMode::is_enabled()) {
-      const ScalarType wide = stats.scalar_type();
-      const Tensor values = x.to(wide), centred = values - values.mean(0);
-      const Tensor invstd = (centred.square().mean(0) + data["eps"].toDouble()).rsqrt(), xhat = centred * invstd;
-      Tensor given = weight.defined() ? xhat * weight.to(wide) : xhat;
-      if (bias.defined()) given = given + bias.to(wide);
-      if (kept.defined()) given = activation == "relu" ? kept.to(wide) : given + kept.to(wide);
-      const Tensor g = dy.to(wide) * derivative(given, activation, slope);
-      const Tensor scaled = weight.defined() ? g * weight.to(wide) : g;
-      dx = (invstd * (scaled - scaled.mean(0) - xhat * (scaled * xhat).mean(0))).to(x.scalar_type());
-      dweight = (g * xhat).sum(0);
-      dbias = g.sum(0);
-      dresidual = g.to(x.scalar_type());
-    } else {
-      std::tie(dx, dweight, dbias, dresidual) =
-          norm_backward_op().call(dy, x, stats, optional(kept), activation, slope, residual);
-    }
-    out[0] = dx;
-    if (weight.defined()) out[1] = dweight.to(weight.scalar_type());
-    if (bias.defined()) out[2] = dbias.to(bias.scalar_type());
-    if (residual) out[7] = dresidual;
+    NormCall call{};
+    call.activation = data["activation"].toStringRef();
+    call.slope = data["slope"].toDouble();
+    call.eps = data["eps"].toDouble();
+    const NormGradients made = norm_gradients(call, grads[0].to(x.scalar_type()), x, weight, bias, saved[3], saved[4],
+                                              saved[5], data["residual_gradient"].toBool());
+    out[0] = made.x;
+    if (weight.defined()) out[1] = made.weight.to(weight.scalar_type());
+    if (bias.defined()) out[2] = made.bias.to(bias.scalar_type());
+    out[3] = made.residual;
     return out;
   }
 };
 
-std::tuple<Tensor, Tensor> norm_autograd(c10::DispatchKeySet keys, const Tensor& x, const OptTensor& weight,
-                                         const OptTensor& bias, const OptTensor& running_mean,
-                                         const OptTensor& running_var, double momentum, double eps,
-                                         const OptTensor& residual, string_view activation, double slope) {
+std::tuple<Tensor, Tensor, Tensor> norm_autograd(c10::DispatchKeySet keys, const Tensor& x, const OptTensor& weight,
+                                                 const OptTensor& bias, const OptTensor& running_mean,
+                                                 const OptTensor& running_var, const OptTensor& batches,
+                                                 double momentum, double eps, const OptTensor& residual,
+                                                 string_view activation, double slope, bool keep) {
   const Tensor none;
   const auto of = [&](const OptTensor& t) { return t.has_value() ? &*t : &none; };
-  const auto written = [](const OptTensor& t) {
-    if (t.has_value()) t->unsafeGetTensorImpl()->bump_version();
-  };
-  if (!needs_node({&x, of(weight), of(bias), of(residual)})) {
+  std::tuple<Tensor, Tensor, Tensor> result;
+  if (needs_node({&x, of(weight), of(bias), of(residual)})) {
+    const NormCall call = {running_mean, running_var, batches, momentum, eps, std::string(activation), slope};
+    const variable_list made = NormFunction::apply(x, weight, bias, residual, call);
+    result = {made[0], made[1], made[2]};
+  } else {
     at::AutoDispatchBelowADInplaceOrView below;
-    auto result = norm_op().redispatch(keys & c10::after_autograd_keyset, x, weight, bias, running_mean, running_var,
-                                       momentum, eps, residual, activation, slope);
-    written(running_mean);
-    written(running_var);
-    return result;
+    result = norm_op().redispatch(keys & c10::after_autograd_keyset, x, weight, bias, running_mean, running_var,
+                                  batches, momentum, eps, residual, activation, slope, keep);
   }
-  const variable_list made = NormFunction::apply(x, weight, bias, running_mean, running_var, momentum, eps, residual,
-                                                 std::string(activation), slope);
-  written(running_mean);
-  written(running_var);
-  return {made[0], made[1]};
+  for (const OptTensor* written : {&running_mean, &running_var, &batches}) {
+    if (written->has_value()) (*written)->unsafeGetTensorImpl()->bump_version();
+  }
+  return result;
 }
 
 TORCH_LIBRARY_IMPL(voxmma, Autograd, m) { m.impl("norm_act", TORCH_FN(norm_autograd)); }

@@ -209,6 +209,8 @@ void check_norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
               dtype_name(residual->scalar_type()), " of shape ", residual->sizes());
 }
 
+bool keeps_passed(string_view activation) { return activation == "relu" || activation == "leaky_relu"; }
+
 ScalarType winner_dtype(int64_t kernel_volume) { return kernel_volume < 256 ? at::kByte : at::kShort; }
 
 void check_pool(const Tensor& x, const OptTensor& in_count, const OptTensor& out_count, const OptTensor& winner,

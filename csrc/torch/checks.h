@@ -53,6 +53,8 @@ Shape check_wgrad(const Tensor& x, const Tensor& dy, TensorList map, int64_t ker
 // norm_act: (n, C) rows, (C,) numbers; residual or gradient of the rows' shape and dtype.
 void check_norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias, const OptTensor& running_mean,
                 const OptTensor& running_var, const OptTensor& residual);
+// Whether norm_act keeps what this activation passed, where there is a residual.
+bool keeps_passed(string_view activation);
 
 // The type of the offsets that pool_max keeps, kernel_volume standing for "none": winner_bytes() of kernels.h.
 ScalarType winner_dtype(int64_t kernel_volume);

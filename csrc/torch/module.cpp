@@ -140,14 +140,16 @@ TORCH_LIBRARY(voxmma, m) {
       "conv_wgrad(Tensor x, Tensor dy, Tensor[] map, Tensor[] map_t, int kernel_volume, int groups, bool symmetric, "
       "str accumulator, str tile, str dgrad_tile, ScalarType? out_dtype=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
-  // Batch norm in training and what follows it, on CUDA: y = activation(norm(x) + residual), rounded once, and the
-  // statistics that its gradient takes. Running statistics are updated. relu's gradient takes y for the residual.
+  // Batch norm in training and what follows it, on CUDA: y = activation(norm(x) + residual), rounded once, and what its
+  // gradient takes: statistics, with `keep` and a residual the cells that relu or leaky_relu passed (instead of the
+  // residual). Running statistics are updated, batches is incremented.
   m.def(
       "norm_act(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-      "float momentum, float eps, Tensor? residual, str activation, float slope) -> (Tensor, Tensor)");
+      "Tensor(c!)? batches, float momentum, float eps, Tensor? residual, str activation, float slope, bool keep=False) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def(
-      "norm_act_backward(Tensor dy, Tensor x, Tensor stats, Tensor? residual, str activation, float slope, "
-      "bool residual_gradient) -> (Tensor, Tensor, Tensor, Tensor)");
+      "norm_act_backward(Tensor dy, Tensor x, Tensor stats, Tensor? residual, Tensor? passed, str activation, "
+      "float slope, bool residual_gradient) -> (Tensor, Tensor, Tensor, Tensor)");
   // Pooling; PoolOp in kernels.h says what they compute. mirror: the offsets of a symmetric map run backwards.
   m.def(
       "pool_sum(Tensor x, Tensor? in_count, Tensor? out_count, Tensor[] map, Tensor[] map_t, int kernel_volume, "
@@ -186,6 +188,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("minor"));
   voxmma::bind_checks(m);
   voxmma::bind_cached(m);
+  voxmma::bind_cpu_conv(m);
   voxmma::bind_prepared_conv(m);
   voxmma::bind_cuda(m);
 }

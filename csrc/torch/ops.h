@@ -5,8 +5,10 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <initializer_list>
+#include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "checks.h"
@@ -84,6 +86,52 @@ struct Plan {
   bool symmetric, transpose;
   std::string accumulator, tile, dgrad_tile, wgrad_tile;
 };
+
+// What the gradients of conv take from its operands.
+struct ConvTypes {
+  c10::SymInt n_in;
+  ScalarType x_dtype, weight_dtype;
+  int64_t volume, groups;
+  bool grouped;
+  ConvTypes(c10::SymInt n, ScalarType x, ScalarType weight, int64_t k, int64_t g, bool four)
+      : n_in(std::move(n)), x_dtype(x), weight_dtype(weight), volume(k), groups(g), grouped(four) {}
+  ConvTypes(const Tensor& x, const Tensor& weight)
+      : ConvTypes(x.sym_size(0), x.scalar_type(), weight.scalar_type(), weight.size(0),
+                  weight.dim() == 4 ? weight.size(1) : 1, weight.dim() == 4) {}
+};
+// dy in x's type, but for the bias's. Differentiable again.
+Tensor conv_gradient_of_x(const Plan& plan, const ConvTypes& types, const Tensor& dy, const Tensor& weight);
+Tensor conv_gradient_of_weight(const Plan& plan, const ConvTypes& types, const Tensor& dy, const Tensor& x);
+Tensor conv_gradient_of_bias(const Tensor& dy, ScalarType dtype);
+
+// A batch norm in training and what follows it: arguments of norm_act besides its rows.
+struct NormCall {
+  OptTensor running_mean, running_var, batches;
+  double momentum, eps;
+  std::string activation;
+  double slope;
+};
+// Its y, and what its gradient takes: statistics, and cells that were passed (undefined: not kept).
+struct Normed {
+  Tensor y, stats, passed;
+};
+Normed norm_forward(const NormCall& call, const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                    const OptTensor& residual, bool keep);
+// Whether the gradient takes the residual itself.
+bool keeps_residual(const std::string& activation);
+// of: y, weight, bias, residual (undefined unless asked for), the numbers in the type of stats. Differentiable again
+// where gradients are recorded, made of torch's own operations.
+struct NormGradients {
+  Tensor x, weight, bias, residual;
+};
+NormGradients norm_gradients(const NormCall& call, const Tensor& dy, const Tensor& x, const Tensor& weight,
+                             const Tensor& bias, const Tensor& stats, const Tensor& residual, const Tensor& passed,
+                             bool of_residual);
+
+// Convolution, norm and activation as one node of the graph (autograd_block.cpp).
+Tensor conv_norm_act(const std::shared_ptr<const Plan>& plan, int64_t n_out, OptDtype out_dtype, const NormCall& norm,
+                     const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& norm_weight,
+                     const OptTensor& norm_bias, const OptTensor& residual);
 
 // Autocast is off in backward: gradients are computed in the type the forward ran in.
 struct NoAutocast {

@@ -2,6 +2,7 @@
 #include <ATen/autocast_mode.h>
 
 #include <array>
+#include <memory>
 #include <utility>
 
 #include "module.h"
@@ -13,13 +14,13 @@ namespace {
 // The op with all arguments but three, so that a call does not parse them. It goes through the dispatcher like any other,
 // but for autocast: the type to compute in has been decided, so the op's own rule must not decide again.
 struct PreparedConv {
-  Plan plan;
+  std::shared_ptr<const Plan> shared;
   int64_t n_out;
   OptDtype out_dtype;
   int64_t version;  // of the map
 
   void check_version() const {
-    TORCH_CHECK(version_of(plan.map) == version,
+    TORCH_CHECK(version_of(shared->map) == version,
                 "the tensors of a kernel map were written to, but every layer on these ",
                 "coordinates reads them: KernelMap.free() it, and write into a copy (.clone())");
   }
@@ -27,6 +28,7 @@ struct PreparedConv {
   Tensor operator()(const Tensor& x, const Tensor& weight, const OptTensor& bias) const {
     check_version();
     NoAutocast no_autocast;
+    const Plan& plan = *shared;
     return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose,
                           plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
   }
@@ -37,9 +39,18 @@ struct PreparedConv {
                const OptTensor& residual, const std::string& activation, double slope) const {
     check_version();
     NoAutocast no_autocast;
+    const Plan& plan = *shared;
     return fused_op().call(x, weight, bias, plan.map, n_out, plan.symmetric, plan.transpose, plan.accumulator,
                            plan.tile, out_dtype, scale, shift, mean, var, eps, residual, activation, slope,
                            std::nullopt);
+  }
+
+  // conv and norm_act as one node.
+  Tensor trained(const Tensor& x, const Tensor& weight, const OptTensor& bias, const NormCall& norm,
+                 const OptTensor& norm_weight, const OptTensor& norm_bias, const OptTensor& residual) const {
+    check_version();
+    NoAutocast no_autocast;
+    return conv_norm_act(shared, n_out, out_dtype, norm, x, weight, bias, norm_weight, norm_bias, residual);
   }
 };
 
@@ -72,11 +83,10 @@ void bind_prepared_conv(py::module_& m) {
                        bool transpose, std::string accumulator, std::string tile, std::string dgrad_tile,
                        std::string wgrad_tile, OptDtype out_dtype) {
         const int64_t version = version_of(map);
-        return PreparedConv{{std::move(map), std::move(map_t), symmetric, transpose, std::move(accumulator),
-                             std::move(tile), std::move(dgrad_tile), std::move(wgrad_tile)},
-                            n_out,
-                            out_dtype,
-                            version};
+        return PreparedConv{std::make_shared<const Plan>(Plan{std::move(map), std::move(map_t), symmetric, transpose,
+                                                              std::move(accumulator), std::move(tile),
+                                                              std::move(dgrad_tile), std::move(wgrad_tile)}),
+                            n_out, out_dtype, version};
       }))
       .def("__call__",
            torch::wrap_pybind_function_no_gil([](const PreparedConv& self, const Tensor& x, const Tensor& weight,
@@ -86,7 +96,16 @@ void bind_prepared_conv(py::module_& m) {
                            const OptTensor& scale, const OptTensor& shift, const OptTensor& mean, const OptTensor& var,
                            double eps, const OptTensor& residual, const std::string& activation, double slope) {
                           return self.fused(x, weight, bias, scale, shift, mean, var, eps, residual, activation, slope);
-                        }));
+                        }))
+      .def("trained", torch::wrap_pybind_function_no_gil(
+                          [](const PreparedConv& self, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                             const OptTensor& norm_weight, const OptTensor& norm_bias, const OptTensor& running_mean,
+                             const OptTensor& running_var, const OptTensor& batches, double momentum, double eps,
+                             const OptTensor& residual, std::string activation, double slope) {
+                            const NormCall norm = {running_mean, running_var,           batches, momentum,
+                                                   eps,          std::move(activation), slope};
+                            return self.trained(x, weight, bias, norm, norm_weight, norm_bias, residual);
+                          }));
   m.def("operand_facts", torch::wrap_pybind_function(operand_facts), py::arg("x"), py::arg("weight"), py::arg("bias"));
 }
 

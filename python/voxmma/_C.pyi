@@ -242,8 +242,45 @@ class PreparedConv:
     ) -> Tensor:
         """torch.ops.voxmma.conv_fused."""
 
+    def trained(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        batches: Tensor | None,
+        momentum: float,
+        eps: float,
+        residual: Tensor | None,
+        activation: str,
+        slope: float,
+    ) -> Tensor:
+        """torch.ops.voxmma.conv and norm_act, as one node of the graph."""
+
 def operand_facts(x: Tensor, weight: Tensor, bias: Tensor | None) -> bytes | None:
     """Types and shapes of the operands, autocast, inference mode; None where they are on several devices."""
+
+def conv_sums(
+    x: Tensor, weight: Tensor, in_rows: Tensor, out_rows: Tensor, kptr: Tensor, n_out: int, mirror: bool
+) -> Tensor:
+    """A convolution's sums on the CPU: x (N, C_in), weight (K, C_in, C_out), fp32 or fp64 -> (n_out, C_out)."""
+
+def match_rows(
+    ordered: Tensor,
+    in_row: Tensor,
+    out_row: Tensor,
+    batch: Tensor,
+    axes: list[Tensor],
+    masks: list[Tensor],
+    n_out: int,
+) -> tuple[Tensor, Tensor]:
+    """(in_rows, out_rows) of one offset, output rows ascending: where `batch` plus `axes` is one of `ordered`."""
+
+def mirror_pairs(in_rows: Tensor, out_rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """(in_rows, out_rows) of the opposite offset of a symmetric map, output rows ascending."""
 
 def check_conv(
     x: Tensor,

@@ -708,7 +708,7 @@ def test_operators_are_measured_and_become_a_table(tmp_path: Path, device: torch
 
 def test_every_repetition_of_a_map_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {"map": 0, "set": 0}
-    for module, name, what in (("maps", "_build_cpu", "map"), ("derive", "_make_cpu", "set")):
+    for module, name, what in (("maps", "build_cpu", "map"), ("derive", "_make_cpu", "set")):
         source = sys.modules[f"voxmma.sparse.{module}"]
         real = getattr(source, name)
 

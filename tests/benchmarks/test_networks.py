@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
         code = networks.main(
             [
                 *("--device", "cpu", "--libraries", "voxmma,torch", "--voxels", "150", "--repeats", "1"),
-                *("--only", "second:street:1", "--only", "vae", "--only", "conv4:", "--out", str(file)),
+                *(
+                    "--only",
+                    "second:street:1",
+                    "--only",
+                    "vae:surface:1",
+                    "--only",
+                    "conv4:",
+                    "--out",
+                    str(file),
+                ),
             ]
         )
     assert code == 0
@@ -131,7 +141,7 @@ def test_the_command_measures_every_library(measured: tuple[dict[str, Any], str]
     names = [(row["network"], row["scene"], row["batch"], row["lib"]) for row in raw["rows"]]
     wanted = [("second", "street", 1), ("vae", "surface", 1), ("conv4", "grid_150", 1)]
     assert names == [(*job, lib) for job in wanted for lib in ("voxmma", "torch")]
-    assert raw["kind"] == "networks" and raw["dtype"] == "fp32" and raw["absent"] == []
+    assert raw["kind"] == "networks" and raw["dtype"] == "fp32" and raw["absent"] == {}
     for row in raw["rows"]:
         assert not {"error", "train_error"} & set(row), row
         assert 0 < row["infer_least_ms"] <= row["infer_ms"] and row["train_ms"] > 0 and row["kept_ms"] > 0
@@ -150,15 +160,18 @@ def test_results_become_tables(measured: tuple[dict[str, Any], str], tmp_path: P
             row |= {"infer_ms": 1.0, "idle": 0.25, "kernels": 12, "cells_more": 3}
     raw["rows"].append({**raw["rows"][0], "lib": "torchsparse", "unsupported": "runs on a GPU only"})
     del raw["rows"][-1]["infer_ms"]
+    raw["absent"] = {"flexgemm": "no module named flexgemm"}
     (tmp_path / "raw.json").write_text(json.dumps(raw))
     options = [*ORIGIN, "--results", str(tmp_path / "r"), "--card", "GPU Y"]
     assert collect.main([str(tmp_path / "raw.json"), *options]) == 0
     (found,) = tables.load(tmp_path / "r")
+    assert found["networks"]["absent"] == {"flexgemm": "no module named flexgemm"}
     text = tables.networks_table([found])
     assert "**GPU Y**, fp32, medians of 1" in text and "spconv 9.9" in text and "commit abc" in text
     text = tables.network_rows_table([found])
     assert "* RuntimeError: no: spconv 9.9, SECOND backbone, street" in text
     assert "* runs on a GPU only: torchsparse" in text and "cells -0 +3" in text
+    assert "* no module named flexgemm: flexgemm" in text
     part = {**raw, "rows": [{**raw["rows"][0], "infer_ms": 2.0}]}  # the same commit: one row is replaced
     (tmp_path / "raw.json").write_text(json.dumps(part))
     assert collect.main([str(tmp_path / "raw.json"), *options]) == 0
@@ -181,11 +194,86 @@ def test_what_fails_is_recorded() -> None:
     assert row["error"] == "scene: KeyError: 'nowhere'"
     (row,) = run(budget=0.0)
     assert "no time" in row["left_out"] and "infer_ms" not in row
-    (row,) = run(libraries=["spconv-triton"]) if networks.installed("spconv-triton") else (None,)
-    assert row is None or "GPU only" in row["unsupported"]
+    if networks.missing("spconv-triton") is None:
+        (row,) = run(libraries=["spconv-triton"])
+        assert "GPU only" in row["unsupported"]
     job = networks.Job("spunet", "grid_1")  # one voxel: norms cannot be trained on it
     (row,) = networks.run([job], ["torch"], CPU, repeats=1)["rows"]
     assert row["error"].startswith("reference: ValueError: Expected more than 1 value")
+
+
+class Counting:
+    """Stands for a library's process; every answer is another."""
+
+    asked = 0
+    absent = None
+
+    def __init__(self, lib: str, *_: Any) -> None:
+        self.lib = lib
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+    def ready(self, timeout: float) -> dict[str, Any]:
+        return {}
+
+    def ask(self, job: dict[str, Any], timeout: float) -> dict[str, Any]:
+        if self.lib == "reference":
+            return {}
+        Counting.asked += 1
+        return {"infer_ms": float(Counting.asked), "cells_missing": 0, "cells_more": 0}
+
+
+def test_what_was_measured_is_not_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(networks, "Worker", Counting)
+    file = tmp_path / "r.json"
+    options = ["--device", "cpu", "--libraries", "torch", "--voxels", "100", "--out", str(file)]
+
+    def rows(*flags: str) -> list[dict[str, Any]]:
+        assert networks.main([*options, *flags]) == 0
+        made: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+        return made
+
+    (cut,) = rows("--only", "conv4:", "--budget", "0")
+    assert "left_out" in cut
+    (first,) = rows("--only", "conv4:")
+    assert first["infer_ms"] > 0
+    assert rows("--only", "conv4:") == [first]
+    both = rows("--only", "conv4:", "--only", "conv16:")
+    assert both[0] == first and both[1]["network"] == "conv16"
+    again = rows("--only", "conv4:", "--again")
+    assert again[0] == both[1] and again[1]["network"] == "conv4" and again[1] != first
+    with pytest.raises(SystemExit):
+        networks.main([*options, "--only", "conv4:", "--repeats", "2"])
+    assert "has another repeats" in capsys.readouterr().err
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps({**raw, "device": "another"}))
+    assert len(rows("--only", "conv4:", "--again")) == 1  # rows of another machine do not stay
+    file.unlink()
+    todo = networks.jobs(True)
+    assert [key[:3] for key in map(networks.key, networks.run(todo, ["torch"], CPU, budget=0.0)["rows"])] == [
+        (job.network, job.scene, job.batch) for job in todo
+    ]
+
+
+def test_a_library_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    """Neither rows nor silence: the reason stands in the result."""
+    (tmp_path / "torchsparse").mkdir()
+    (tmp_path / "torchsparse" / "__init__.py").write_text("raise ImportError('no such symbol')\n")
+    kind = network_libraries.LIBRARIES["torchsparse"]
+    assert kind is not None
+    if importlib.util.find_spec("torchsparse") is not None:
+        pytest.skip("torchsparse is installed")
+    assert networks.missing("torchsparse") == "no module named torchsparse"
+    options = ["--device", "cpu", "--libraries", "torchsparse,torch", "--voxels", "50", "--repeats", "1"]
+    options += ["--only", "conv4:", "--path", str(tmp_path), "--out", str(tmp_path / "r.json")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        assert networks.main(options) == 0
+    raw = json.loads((tmp_path / "r.json").read_text())
+    assert raw["absent"] == {"torchsparse": "ImportError: no such symbol"}
+    assert [row["lib"] for row in raw["rows"]] == ["torch"]
 
 
 def test_a_process_that_says_nothing_or_dies_is_started_again(tmp_path: Path) -> None:

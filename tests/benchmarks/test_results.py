@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +252,18 @@ def test_times_of_small_sets_become_a_table(tmp_path: Path) -> None:
     ]  # the same commit: one row is replaced
     assert [row.get("parts") for row in again] == [7, 3, None]
     assert len(stored(raw["rows"][:1], commit="def")["small_sets"]["rows"]) == 1
+
+
+# ---- one command -------------------------------------------------------------------------------------------
+
+
+def test_one_command_collects_and_makes_the_tables() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    command = ["make", "-n", "docs", "RAW=a.json b.json", "VENV=somewhere"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    wanted = ["benchmarks/collect.py a.json b.json", "benchmarks/readme_tables.py"]
+    assert [line.split("bin/python ")[-1] for line in run.stdout.splitlines()[-2:]] == wanted
 
 
 # ---- versions of torch -------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
+import dataclasses
+import math
 import pickle
 import threading
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from torch import nn
 import voxmma
 from voxmma import models
 from voxmma import nn as vnn
-from voxmma.engine import Engine, EngineError, compile, load, save
+from voxmma.engine import Engine, EngineError, Points, compile, file, load, optimise, save
+from voxmma.engine.optimise import beside
+from voxmma.engine.program import Ref, reads
 from voxmma.nn import functional as F
 from voxmma.precision.policy import PrecisionPolicy, apply_policy
 from voxmma.sparse import segments
@@ -270,6 +272,109 @@ def test_devoxelising_at_points_that_are_an_input(mode: str, device: Device) -> 
         engine(x, bad, batch).get()
 
 
+# ---- points ------------------------------------------------------------------------------------------------
+
+
+def cloud(
+    n: int, device: Device, seed: int = 0, batch: int = 2, dtype: torch.dtype = torch.float32, **how: Any
+) -> Points:
+    generator = torch.Generator().manual_seed(seed)
+    points = 6 * torch.rand(n, 3, generator=generator) - 2
+    feats = torch.randn(n, 4, generator=generator)
+    samples = torch.randint(batch, (n,), generator=generator).to(device) if batch > 1 else None
+    return Points(
+        points.to(device, dtype),
+        feats.to(device, dtype),
+        (0.5, 0.4, 0.5),
+        samples,
+        batch,
+        origin=(0.1, 0, 0),
+        **how,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(("batch", "reduce"), [(1, "sum"), (2, "mean")])
+def test_points_become_the_voxels_of_from_points(
+    batch: int, reduce: str, dtype: torch.dtype, device: Device, tmp_path: Path
+) -> None:
+    net = evaluated(NETWORKS["unet"](), device, dtype)
+
+    def both(x: voxmma.Voxels) -> list[voxmma.Voxels]:
+        return [x, net(x)]
+
+    engine = compile(both, cloud(900, device, batch=batch, reduce=reduce, dtype=dtype), capacity=1200)
+    assert "cells that hold points of level 0" in engine.levels() and engine.capacities[0] == 1200
+    save(engine, tmp_path / "net.engine")
+    for made in (engine, load(tmp_path / "net.engine")):
+        for n in (900, 1, 300, 0, 1100):
+            x = cloud(n, device, n, batch, dtype, reduce=reduce)
+            with torch.no_grad():
+                voxels, wanted = both(x.voxels())
+            got, result = made(x).get()
+            assert_same(got, voxels, exact=True)
+            assert_same(result, wanted)
+            if batch == 1:
+                assert_same(made((x.points, x.feats)).get(), [got, result], exact=True)
+
+
+def test_points_that_an_engine_cannot_take(device: Device) -> None:
+    net = evaluated(NETWORKS["second"](), device)
+    engine = compile(net, cloud(300, device), check_finite=True)
+    x = cloud(200, device)
+
+    def changed(**fields: Any) -> Points:
+        return dataclasses.replace(x, **fields)
+
+    points, batch = x.points.clone(), x.batch_index.clone()
+    points[31, 2] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"points row 31 of sample \d, .*nan.*, is not finite or lies in a cell"
+    ):
+        engine(changed(points=points)).get()
+    points[31, 2] = 1e6
+    with pytest.raises(ValueError, match="points row 31 of sample"):
+        engine(changed(points=points)).get()
+    batch[17] = 2
+    with pytest.raises(ValueError, match="points row 17 of sample 2"):
+        engine(changed(batch_index=batch)).get()
+    with pytest.raises(ValueError, match="feats row 5 of input 0 is not finite"):
+        engine(changed(feats=x.feats.index_fill(0, torch.tensor([5], device=device), torch.inf))).get()
+    with pytest.raises(ValueError, match=r"the input is Grid\(.*, the engine takes Grid"):
+        engine(changed(voxel_size=0.25))
+    with pytest.raises(ValueError, match="the input has 3 samples, the engine takes 2"):
+        engine(changed(batch_size=3))
+    with pytest.raises(TypeError, match="the input must be Points, got Voxels"):
+        engine(x.voxels())
+    with pytest.raises(ValueError, match="the frame has 400 points, the engine's capacity is 375"):
+        engine(cloud(400, device))
+    with pytest.raises(ValueError, match="reduce must be 'mean' or 'sum', got 'max'"):
+        changed(reduce="max")
+    with pytest.raises(TypeError, match="batch_index must be int64"):
+        changed(batch_index=x.batch_index.int())
+    with pytest.raises(ValueError, match="batch_size is 2: batch_index must say"):
+        changed(batch_index=None)
+    assert_same(engine(x).get(), net(x.voxels()))  # and nothing of the frames before is left
+
+
+def test_more_voxels_of_points_than_there_is_room_for(device: Device) -> None:
+    """As many points in more cells."""
+    net = evaluated(NETWORKS["second"](), device)
+    near = dataclasses.replace(cloud(600, device), points=cloud(600, device).points / 4)
+    bounds = (-20, -20, -20, 20, 20, 20)
+    engine = compile(net, near, bounds=bounds)
+    far = cloud(600, device)
+    need = far.voxels().num_voxels
+    with pytest.raises(
+        EngineError, match=rf"level 1 \(cells that hold points of level 0\) needs {need} rows"
+    ):
+        engine(far).get()
+    grown = compile(net, near, bounds=bounds, grow=True)
+    for x in (far, cloud(2000, device, 3)):
+        with torch.no_grad():
+            assert_same(grown(x).get(), net(x.voxels()))
+
+
 # ---- what is frozen ----------------------------------------------------------------------------------------
 
 
@@ -359,6 +464,42 @@ def test_inputs_are_not_written_to(device: Device) -> None:
     assert torch.equal(x.feats, before)
 
 
+def test_fault_64_what_is_written_in_place_is_read_in_order(device: Device) -> None:
+    net = nn.Sequential(_Inplace(), vnn.SparseConv3d(4, 8, 3)).to(device)
+    engine = compile(net.eval(), frame(100, device), check_finite=True)
+    program = engine._program
+    names = [step.func._schema.name.split("::")[1] for step in program.steps]
+    assert names.index("sized_finite") < names.index("relu_")
+    assert "sized_finite" not in names[slice(*program.side)]
+    for bad in (torch.nan, -torch.inf):  # -inf is 0 behind relu_
+        x = frame(90, device)
+        x.feats[7, 2] = bad
+        with pytest.raises(ValueError, match="feats row 7 of input 0 is not finite"):
+            engine(x).get()
+
+
+def test_inputs_are_as_wide_as_kernels_read_them(
+    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of 3 channels: no frame is copied and padded."""
+    monkeypatch.setitem(optimise._ALIGN, "cpu", 16)
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    net = evaluated(
+        nn.Sequential(_Inplace(), vnn.SparseConv3d(3, 8, 3), vnn.SparseConv3d(8, 8, 3)), device, dtype
+    )
+    whole = lambda x: [net(x), x * 2]  # noqa: E731
+    engine = compile(whole, frame(200, device, 3, dtype=dtype), check_finite=True)
+    (wide,) = engine._program.widths.values()
+    assert wide == 16 // dtype.itemsize and engine._instance.inputs[1].shape[1] == wide
+    save(engine, tmp_path / "net.engine")
+    for made in (engine, load(tmp_path / "net.engine")):
+        for n in (170, 3):
+            x = frame(n, device, 3, seed=n, dtype=dtype)
+            with torch.no_grad():
+                wanted = whole(x.with_feats(x.feats.clone()))
+            assert_same(made(x).get(), wanted, exact=False)
+
+
 class _Inplace(nn.Module):
     def forward(self, x: voxmma.Voxels) -> voxmma.Voxels:
         return x.with_feats(x.feats.relu_().add_(1))
@@ -429,6 +570,61 @@ def test_further_examples_count(device: Device) -> None:
         compile(net, a, frames=[b], capacity=600)
     with pytest.raises(ValueError, match=r"levels\[1\] is 2, an example needs"):
         compile(net, a, levels={1: 2})
+
+
+def test_headroom_comes_once(device: Device) -> None:
+    """Levels have the room beyond what the examples need that the input has, at least a quarter."""
+    net, x = evaluated(NETWORKS["second"](), device), frame(800, device)
+    with torch.no_grad():
+        needs = [x.num_voxels, *(y.num_voxels for y in net(x)[1:])]
+    for capacity, more in ((None, 1.25), (800, 1.25), (2400, 3.0)):
+        made = compile(net, x, capacity=capacity, bounds=(-99, -99, -99, 99, 99, 99)).capacities
+        assert made == [capacity or 1000, *(max(64, math.ceil(need * more)) for need in needs[1:])]
+
+
+def test_memory_is_what_is_alive_at_a_time(device: Device) -> None:
+    rows, wide = 6000, 64
+    net = evaluated(nn.Sequential(*[vnn.SparseConv3d(wide, wide, 3, padding=1) for _ in range(5)]), device)
+    engine = compile(net, frame(rows, device, wide, extent=20), capacity=rows)
+    engine(frame(rows, device, wide, extent=20)).check()
+    tensor = rows * wide * 4
+    _, *levels, total = engine.levels().splitlines()
+    _, capacity, needed, made, maps, features, *_ = levels[0].split()
+    assert (capacity, needed) == ("6,000", "6,000") and len(levels) == 1
+    assert float(features) == pytest.approx(
+        2 * tensor / 2**20, abs=0.06
+    )  # what a layer reads, what it writes
+    assert float(total.split()[0]) == pytest.approx(engine.memory / 2**20, abs=0.06)
+    parts = sum(map(float, (made, maps, features)))
+    assert parts <= engine.memory / 2**20 + 0.2
+    assert device.type == "cpu" or engine.memory <= engine.reserved <= engine.memory + (
+        48 << 20
+    )  # blocks of 20 MiB
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("second", {"conv_fused": 12, "sized_index": 1, "sized_sites": 4, "sized_maps": 2}),
+        (
+            "unet",
+            {
+                "conv_fused": 14,
+                "conv_fused_into": 2,
+                "sized_index": 1,
+                "sized_sites": 2,
+                "sized_maps": 2,
+                "empty": 2,
+                "slice": 4,
+                "copy_": 2,
+            },
+        ),
+    ],
+)
+def test_operators_of_a_frame(name: str, wanted: dict[str, int], device: Device) -> None:
+    """Norms, activations and residuals are the convolutions', maps are made together: no more than these."""
+    engine = compile(evaluated(NETWORKS[name](), device), frame(300, device))
+    assert engine.operators == wanted
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------
@@ -577,7 +773,7 @@ def test_code_that_looks_at_the_rows_is_refused(device: Device) -> None:
 
 def test_bad_arguments(device: Device) -> None:
     x, net = frame(100, device), vnn.SparseConv3d(4, 8, 3).eval().to(device)
-    with pytest.raises(TypeError, match="example must hold Voxels"):
+    with pytest.raises(TypeError, match="example must hold Voxels or Points"):
         compile(net, x.feats)
     with pytest.raises(ValueError, match="bounds must be 6 integers"):
         compile(net, x, bounds=(1, 2))
@@ -601,13 +797,20 @@ def test_sets_and_maps_need_nothing_of_the_layers(device: Device) -> None:
     x = frame(200, device)
     wanted = list(engine(x).get().values())
     program = engine._program
-    side = program.beside()
-    names = {step.func._schema.name.split("::")[1] for step in side}
-    assert {"sized_index", "sized_sites", "sized_map", "sized_tree"} <= names
-    assert len([step for step in side if step.func is torch.ops.voxmma.sized_map.default]) == len(
+    side = beside(program)
+    names = [step.func._schema.name.split("::")[1] for step in side]
+    assert {"sized_index", "sized_sites", "sized_maps", "sized_tree"} <= set(names)
+    assert names.count("sized_maps") == 2  # for the first layers and for all others
+    assert sum(len(step.args[1]) for step in side if step.func is torch.ops.voxmma.sized_maps.default) == len(
         program.plans
     )
-    program.steps = [*side, *(step for step in program.steps if step not in side)]
+    begin, end = program.side
+    lanes = program.steps[begin:end]
+    assert program.steps[: len(side)] == side and {*names[begin:end]} >= {"sized_sites", "sized_maps"}
+    free = [step for step in program.steps if step not in lanes]
+    theirs = {number for step in lanes for number in step.out}
+    first = next(i for i, step in enumerate(free) if theirs.intersection(reads(step, Ref)))
+    program.steps = [*free[:first], *lanes, *free[first:]]
     for step in program.steps:
         step.frees = ()
     engine._instance = engine._build(engine.capacities, engine._instance.rooms)
@@ -661,6 +864,36 @@ def test_two_gpus() -> None:
         engines[0][0](frame(10, torch.device("cuda", 1)))
 
 
+@pytest.mark.multigpu
+def test_threads_on_two_gpus() -> None:
+    """An engine on each, called from threads whose current device is the other one's."""
+    devices = [torch.device("cuda", index) for index in range(2)]
+    nets = [evaluated(NETWORKS["unet"](), device) for device in devices]
+    engines = [compile(net, frame(400, device), grow=True) for net, device in zip(nets, devices, strict=True)]
+    xs = [[frame(n, device, seed=n) for n in (30, 350, 700)] for device in devices]
+    with torch.no_grad():
+        wanted = [[net(x) for x in frames] for net, frames in zip(nets, xs, strict=True)]
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            torch.cuda.set_device(number)
+            for turn in range(12):
+                at = (number + turn) % 2
+                which = turn % 3
+                assert_same(engines[at](xs[at][which]).get(), wanted[at][which])
+                assert torch.cuda.current_device() == number
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
 @pytest.mark.gpu
 def test_a_frame_does_not_wait_for_the_device() -> None:
     device = torch.device("cuda", 0)
@@ -697,6 +930,7 @@ def test_a_saved_engine_does_the_same(device: Device, tmp_path: Path) -> None:
     save(engine, tmp_path / "net.engine")
     again = load(tmp_path / "net.engine")
     assert again.device == engine.device and again.capacities == engine.capacities
+    again(frame(1, device)).check()
     assert again.levels() == engine.levels() and again.plan == engine.plan and again.grow
     for n in (0, 5, 900, 1400):  # the last grows
         x = frame(n, device, seed=n)
@@ -737,15 +971,11 @@ def test_bounded_grids(device: Device, tmp_path: Path) -> None:
 
 def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     """A copy of a file with another head."""
-    with zipfile.ZipFile(path) as archive:
-        content = {name: archive.read(name) for name in archive.namelist()}
-    head = json.loads(content["engine.json"])
+    head, tensors = file._read(path)
+    sizes = [len(tensor) for tensor in tensors]
     change(head)
-    content["engine.json"] = json.dumps(head).encode()
     made = path.with_name("edited.engine")
-    with zipfile.ZipFile(made, "w") as archive:
-        for name, data in content.items():
-            archive.writestr(name, data)
+    file._write(made, head, map(bytes, tensors), sizes)
     return made
 
 
@@ -757,8 +987,13 @@ def test_files_that_are_no_engine_of_this_machine(tmp_path: Path) -> None:
         wrong = edited(path, lambda head: head["machine"].update({name: value}))  # noqa: B023
         with pytest.raises(EngineError, match=rf"is for {name}|is no engine"):
             load(wrong)
-    with pytest.raises(EngineError, match="has format 2, this version reads 1"):
-        load(edited(path, lambda head: head.update(format=2)))
+    content = path.read_bytes()
+    other = path.with_name("other.engine")
+    other.write_bytes(content[:8] + (file._FORMAT - 1).to_bytes(4, "little") + content[12:])
+    with pytest.raises(
+        EngineError, match=f"has format {file._FORMAT - 1}, this version reads {file._FORMAT}"
+    ):
+        load(other)
     for operator, message in (
         ("aten::from_file.default", "belongs to no network"),
         ("prims::add.default", "is not one of aten or voxmma"),
@@ -767,16 +1002,22 @@ def test_files_that_are_no_engine_of_this_machine(tmp_path: Path) -> None:
         wrong = edited(path, lambda head: head["steps"][0].__setitem__(0, operator))  # noqa: B023
         with pytest.raises(EngineError, match=message):
             load(wrong)
-    with pytest.raises(EngineError, match="a tensor has another size"):
-        load(edited(path, lambda head: head["tensors"][0].__setitem__(1, [3])))
+    for place, value, message in (
+        (1, [1 << 40], "is not in it"),
+        (1, [-1], "is not in it|is no engine"),
+        (2, [0, 0], "axes are no permutation"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            load(edited(path, lambda head: head["tensors"][0].__setitem__(place, value)))  # noqa: B023
     cut = tmp_path / "cut.engine"
-    cut.write_bytes(path.read_bytes()[:-2000])
-    with pytest.raises(EngineError, match="is no engine"):
-        load(cut)
+    for length, message in ((-2000, "is damaged: it has"), (20, "is no engine"), (0, "is no engine")):
+        cut.write_bytes(path.read_bytes()[:length])
+        with pytest.raises(EngineError, match=message):
+            load(cut)
     flipped = bytearray(path.read_bytes())
     flipped[len(flipped) // 2] ^= 0xFF
     cut.write_bytes(flipped)
-    with pytest.raises(EngineError, match=r"is damaged: tensors|is no engine"):
+    with pytest.raises(EngineError, match="is damaged: its checksum is another"):
         load(cut)
     with pytest.raises(OSError):
         load(tmp_path / "none.engine")

@@ -10,6 +10,7 @@ import pickle
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,15 @@ def ranks_normalise(rank: int, device: torch.device) -> None:
             torch.testing.assert_close(a, b)
 
 
+def ranks_do_not_warn(rank: int, device: torch.device) -> None:
+    """A step of a network with SyncBatchNorm calls nothing that is deprecated."""
+    model = vnn.SyncBatchNorm.convert_sync_batchnorm(network()).to(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        model(voxels(device, n=20 + 10 * rank)).feats.square().mean().backward()
+    assert any(p.grad is not None for p in model.parameters())
+
+
 def ranks_shard(rank: int, device: torch.device) -> None:
     """FSDP2: a sharded network computes and trains as the whole one."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -323,7 +333,7 @@ def ranks_start_cold(rank: int, device: torch.device) -> None:
     assert not seen, "\n".join(seen)
 
 
-CHECKS = [ranks_train, ranks_normalise, ranks_shard, ranks_start_cold]
+CHECKS = [ranks_train, ranks_normalise, ranks_do_not_warn, ranks_shard, ranks_start_cold]
 
 
 def _rank(rank: int, folder: str, kind: str) -> None:
@@ -368,6 +378,10 @@ def test_distributed_data_parallel(ranks: list[dict[str, str]]) -> None:
 
 def test_sync_batch_norm(ranks: list[dict[str, str]]) -> None:
     assert not outcome(ranks, ranks_normalise)
+
+
+def test_fault_65_nothing_deprecated_is_called_over_ranks(ranks: list[dict[str, str]]) -> None:
+    assert not outcome(ranks, ranks_do_not_warn)
 
 
 def test_fully_sharded(ranks: list[dict[str, str]]) -> None:

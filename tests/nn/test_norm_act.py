@@ -187,3 +187,164 @@ def test_training_passes_keep_to_hooks_and_momentum(device: torch.device) -> Non
     layers(few)
     assert (layers[0].running_mean == 0).all()
     assert isinstance(fusing.run_layers([vnn.ReLU()], x), Voxels) and isinstance(nn.ReLU()(x.feats), Tensor)
+
+
+# ---- with the convolution before it ------------------------------------------------------------------------
+
+
+def chain(channels: int, act: str) -> list[Any]:
+    layers = {
+        "relu": vnn.ReLU,
+        "leaky_relu": lambda: vnn.LeakyReLU(0.2),
+        "silu": vnn.SiLU,
+        "gelu": vnn.GELU,
+    }
+    made: list[Any] = [vnn.SparseConv3d(channels, channels, 3), vnn.BatchNorm(channels, momentum=0.25)]
+    return made + ([layers[act]()] if act != "none" else [])
+
+
+def step(
+    layers: list[Any], coords: Tensor, feats: Tensor, residual: Tensor | None, dy: Tensor, alone: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Result and gradients of what a chain is given and has, in one go or layer by layer."""
+    x = Voxels(coords, feats.clone().requires_grad_(), 1)
+    added = None if residual is None else x.with_feats(residual.clone().requires_grad_())
+    parts = [*layers[:2], *([] if added is None else [fusing.Add(added)]), *layers[2:]]
+    y = x
+    for some in [[part] for part in parts] if alone else [parts]:
+        y = fusing.run_layers(some, y)
+    y.feats.backward(dy.to(y.dtype))
+    given = [x.feats] + ([] if added is None else [added.feats])
+    return y.feats.detach(), [t.grad for t in given + [p for layer in layers for p in layer.parameters()]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("residual", [False, True])
+def test_convolution_norm_and_activation(
+    device: torch.device, dtype: torch.dtype, act: str, residual: bool
+) -> None:
+    """Values, gradients and statistics of training against fp64, and the same bits again."""
+    for n in (40, 700, *((9000,) if device.type == "cuda" else ())):
+        torch.manual_seed(n)
+        coords = random_coords(n, 9 if n < 700 else 24).to(device)
+        feats, added, dy = (torch.randn(len(coords), 16, device=device).to(dtype) for _ in range(3))
+        layers = [layer.to(device, dtype) for layer in chain(16, act)]
+        if dtype.itemsize == 2:
+            layers[1].float()
+        exact = [copy.deepcopy(layer).double() for layer in layers]
+        twins = copy.deepcopy(layers)
+        rest = added if residual else None
+        y, gradients = step(layers, coords, feats, rest, dy, alone=False)
+        again, repeated = step(twins, coords, feats, rest, dy, alone=False)
+        assert torch.equal(y, again)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, repeated, strict=True))
+        wide = None if rest is None else rest.double()
+        right, expected = step(exact, coords, feats.double(), wide, dy.double(), alone=True)
+        eps = torch.finfo(dtype).eps
+        assert (y.double() - right).abs().max() <= 16 * eps * (right.abs().max() + 4), (n, act)
+        for i, (got, wanted) in enumerate(zip(gradients, expected, strict=True)):
+            bias = i == len(gradients) - 3  # of the convolution: 0 but for rounding
+            scale = expected[i - 1].norm() if bias else wanted.norm()
+            assert got.shape == wanted.shape
+            assert (got.double() - wanted).norm() <= (60 * eps + (4e-2 if eps > 1e-4 else 0)) * scale, (n, i)
+        for name, value in layers[1].named_buffers():
+            known = dict(exact[1].named_buffers())[name]
+            assert torch.allclose(value.double(), known.double(), rtol=8 * eps, atol=8 * eps), name
+        assert layers[1].num_batches_tracked == 1
+
+
+def test_one_node_of_the_graph(device: torch.device) -> None:
+    """On a GPU a convolution, norm, sum and activation are one node of the graph; under autocast, too."""
+    x = Voxels(random_coords(300, 9).to(device), torch.randn(300, 16, device=device).requires_grad_(), 1)
+    layers = [layer.to(device) for layer in chain(16, "relu")]
+    block = vnn.Sequential(*layers)
+    for enabled in (False, True):
+        for _ in range(2):  # the second call is a repeated one
+            with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+                y = block(x)
+            assert y.dtype == (torch.bfloat16 if enabled else torch.float32)
+            if device.type == "cuda":
+                inputs = {node for node, _ in y.feats.grad_fn.next_functions}
+                leaves = {node.variable for node in inputs if hasattr(node, "variable")}
+                assert all(any(p is leaf for leaf in leaves) for p in block.parameters())
+                assert voxmma.explain(y).applied == ("BatchNorm (fused)", "ReLU (fused)")
+            y.feats.float().sum().backward()
+            assert all(p.grad.dtype == torch.float32 for p in block.parameters())
+    seen: list[int] = []
+    block[0].register_forward_hook(lambda *rest: seen.append(1))
+    hooked = block(x)
+    assert seen == [1]
+    if device.type == "cuda":
+        assert len(hooked.feats.grad_fn.next_functions) == 3
+
+
+def test_second_gradients_through_a_convolution(device: torch.device) -> None:
+    for act in ("none", "silu", "leaky_relu"):
+        layers = [layer.to(device, torch.float64) for layer in chain(3, act)]
+        coords = random_coords(12, 3).to(device)
+        x = torch.randn(12, 3, device=device, dtype=torch.float64).requires_grad_()
+        added = torch.randn(12, 3, device=device, dtype=torch.float64).requires_grad_()
+
+        def f(feats: Tensor, rest: Tensor, layers: list[Any] = layers, coords: Tensor = coords) -> Tensor:
+            v = Voxels(coords, feats, 1)
+            y: Tensor = fusing.run_layers([*layers[:2], fusing.Add(v.with_feats(rest)), *layers[2:]], v).feats
+            return y
+
+        assert torch.autograd.gradcheck(f, (x, added))
+        assert torch.autograd.gradgradcheck(f, (x, added))
+
+
+def test_training_chains_keep_to_modes_and_rows(device: torch.device) -> None:
+    coords, feats = random_coords(60, 6).to(device), torch.randn(60, 8, device=device)
+    x = Voxels(coords, feats, 1)
+    block = vnn.Sequential(*chain(8, "relu")).to(device)
+    for rows in (0, 1):  # no statistics: running ones stand in, and stay
+        few = Voxels(coords[:rows], feats[:rows], 1)
+        assert block(few).feats.shape == (rows, 8)
+        assert (block[1].running_mean == 0).all() and block[1].num_batches_tracked == 0
+    torchs = vnn.Sequential(vnn.SparseConv3d(8, 8, 3), nn.BatchNorm1d(8), nn.ReLU()).to(device)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        torchs(Voxels(coords[:1], feats[:1], 1))
+    block(x)
+    before = block[1].running_mean.clone()
+    assert (before != 0).any()
+    block.eval()
+    block(x)
+    assert torch.equal(block[1].running_mean, before) and block[1].num_batches_tracked == 1
+    block.train()
+    with torch.no_grad():
+        assert not block(x).feats.requires_grad
+    assert block[1].num_batches_tracked == 2
+    h = block[0](x).feats.detach()
+    average = vnn.Sequential(block[0], vnn.BatchNorm(8, momentum=None), vnn.ReLU()).to(device)
+    average(x)
+    average(x)
+    assert torch.allclose(average[1].running_mean, h.mean(0), atol=1e-5)
+    block[1].requires_grad_(False)
+    block[0].weight.grad = None
+    block(x).feats.sum().backward()
+    assert block[0].weight.grad is not None and block[1].weight.grad is None
+
+
+def test_what_is_kept_for_the_gradient(device: torch.device) -> None:
+    """A relu behind a residual passes the gradient where its result is not 0, and keeps neither of them."""
+    x, residual = (torch.randn(333, 20, device=device).half().requires_grad_() for _ in range(2))
+    kept: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    for act in ("relu", "leaky_relu"):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = vF.norm_act(x, residual=residual, activation=act, slope=0.5)
+        if device.type == "cuda":
+            assert [t.shape for t in kept if t.is_floating_point() and t.shape == x.shape] == [x.shape]
+        (grad,) = torch.autograd.grad(y.sum(), residual)
+        low = 0.0 if act == "relu" else 0.5
+        assert torch.equal(grad == low, y <= 0) and torch.equal(grad == 1, y > 0)
+    y = vF.norm_act(x, residual=residual)
+    dy = torch.randn_like(y)
+    assert torch.equal(torch.autograd.grad(y, residual, dy)[0], dy)

@@ -22,8 +22,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from voxmma.sparse.coords import COORD_MAX, COORD_MIN, CoordSet, HashIndex
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.index import HashIndex
 from voxmma.sparse.maps import KernelMap, kernel_map
+from voxmma.sparse.packing import COORD_MAX, COORD_MIN
 from voxmma.sparse.tensor import Voxels
 
 import conftest
@@ -767,7 +769,7 @@ def test_gpu_and_cpu_maps_agree_on_a_large_scene() -> None:
 
 
 def test_the_build_is_not_called_twice(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "_build_cuda" if device.type == "cuda" else "_build_cpu"
+    name = "build_cuda" if device.type == "cuda" else "build_cpu"
     calls = []
     map_module = sys.modules[KernelMap.__module__]  # voxmma.kernel_map itself names the function
     build = getattr(map_module, name)

@@ -16,8 +16,9 @@ import torch.utils._pytree as pytree
 
 import voxmma
 from voxmma import nn
-from voxmma.sparse.coords import CoordSet, _wrapped
+from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.tensor import Voxels
+from voxmma.sparse.wrapped import _wrapped
 
 from conftest import random_coords
 

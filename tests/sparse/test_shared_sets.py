@@ -24,7 +24,8 @@ from voxmma import CoordSet, Voxels, nn
 from voxmma.export.mapped import with_maps
 from voxmma.sparse.cached import Made
 from voxmma.sparse.coords import _KEPT
-from voxmma.sparse.maps import Direction, KernelMap
+from voxmma.sparse.cores import Direction
+from voxmma.sparse.maps import KernelMap
 
 from conftest import random_coords
 
@@ -442,7 +443,7 @@ def test_fault_53_threads_share_a_map(
     same = nn.SparseConv3d(4, 4, 3, device=device)
     builds = []
     module = sys.modules[KernelMap.__module__]
-    name = "_build_cuda" if device.type == "cuda" else "_build_cpu"
+    name = "build_cuda" if device.type == "cuda" else "build_cpu"
     inner = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *a: builds.append(a) or inner(*a))
 

@@ -16,8 +16,12 @@ from voxmma.data.scenes import load_scan
 from voxmma.dispatch.selection import card
 from voxmma.ops.kernels import compiled
 from voxmma.sparse import derive
-from voxmma.sparse.coords import COORD_MAX, COORD_MIN, CoordSet
-from voxmma.sparse.maps import Geometry, KernelMap, MapCore, kernel_map, neighbor_table
+from voxmma.sparse.build import neighbor_table
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.cores import MapCore
+from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.maps import KernelMap, kernel_map
+from voxmma.sparse.packing import COORD_MAX, COORD_MIN
 from voxmma.sparse.sized import Plan, SizedSet, derive_sized, index_sized, plan_room, plan_sized, plans_sized
 
 from conftest import grid_coords, random_coords, surface_coords

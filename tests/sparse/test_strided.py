@@ -22,7 +22,7 @@ import voxmma
 from voxmma import nn
 from voxmma.nn.functional import sparse_conv_transpose, spatially_sparse_conv
 from voxmma.sparse import derive
-from voxmma.sparse.maps import Geometry
+from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.tensor import Voxels
 
 from conftest import grid_coords, random_coords

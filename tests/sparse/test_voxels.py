@@ -19,7 +19,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from voxmma import batch, unbatch
 from voxmma.sparse import sampling
-from voxmma.sparse.coords import COORD_MAX, COORD_MIN, CoordSet, pack, unpack
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.packing import COORD_MAX, COORD_MIN, pack, unpack
 from voxmma.sparse.tensor import Voxels
 
 import conftest

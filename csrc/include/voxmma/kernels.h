@@ -193,6 +193,8 @@ struct NormArgs {
   Activation activation;
   double slope;
   void* stats;      // [4][channels] fp32 (fp64): mean, invstd, invstd * weight, bias. Written forward, read backward
+  void* passed;     // norm_passed_bytes bytes, of relu and leaky_relu: what these passed, a bit a cell; or null.
+                    // Written forward, read backward
   void* workspace;  // norm_workspace bytes
   int sm_count;
   // forward
@@ -200,13 +202,15 @@ struct NormArgs {
   void *running_mean, *running_var;  // (channels) of running_dtype, updated, var with the unbiased variance; or null
   DType running_dtype;
   double momentum;
-  // backward; x, stats, activation as they were. relu: `residual` is y where there was a residual
+  int64_t* batches;  // incremented; or null
+  // backward; x, stats, activation as they were. relu, leaky_relu with a residual: `passed`, and no residual
   const void* dy;  // (n, channels), `ldy` elements from row to row
   int64_t ldy;
   void *dx, *dresidual;   // (n, channels) contiguous; dresidual may be null
   void *dweight, *dbias;  // (channels) of the type of stats
 };
 size_t norm_workspace(const NormArgs&);
+size_t norm_passed_bytes(DType dtype, int64_t n, int64_t channels);
 cudaError_t norm_forward(const NormArgs&, cudaStream_t);
 cudaError_t norm_backward(const NormArgs&, cudaStream_t);
 
@@ -276,9 +280,15 @@ int64_t brick_capacity(int64_t n, int64_t bricks);
 cudaError_t build_bricks(const int* coords, const int* order, int64_t n, const int64_t* count, Brick* table,
                          int64_t capacity, cudaStream_t);
 
+// order_coords of a `sized` set and build_bricks in one, without a sort, in another workspace. Of rows of one place only the
+// first keeps its rank; the others come last, with bad ones, in no particular order.
+size_t index_workspace(const CoordBox& box, int64_t n);  // 0: boxes of more than 2^32 cells, which order_coords takes
+cudaError_t index_coords(const OrderArgs&, Brick* table, int64_t capacity, cudaStream_t);
+
 // A set as two bitmaps over the cells of a box, for boxes of up to 2^27 cells: sorted rows and their index without a
 // sort. The box is a cell_box(); the bitmaps and what is counted lie in a workspace of cell_workspace(box) bytes, 256-byte
-// aligned. In this order: clear_cells; what sets bits (expand_cells); count_cells; index_cells.
+// aligned. In this order: clear_cells; what sets bits (expand_cells); count_cells, where the
+// host asks how many there are; index_cells.
 struct CellStats {  // device memory
   int64_t count;    // cells of the set
   int64_t outside;  // not 0: a site lies outside the packable range
@@ -288,11 +298,11 @@ CoordBox cell_box(CoordBox box);             // not less than a brick
 size_t cell_workspace(const CoordBox& box);  // 0: too many cells
 CellStats* cell_stats(const CoordBox& box, void* workspace);
 cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t);
-// Where the device knows the `bounds`, smallest and largest coordinates, `box` is one that theirs is not larger than.
-cudaError_t count_cells(const CoordBox& box, const int* bounds, void* workspace, cudaStream_t);
+cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t);
 // (count, 4) coordinates sorted by (batch, x, y, z), row of each rank in Morton order, and the hash table of bricks.
-// `made` not null: the host does not know how many cells there are, and `count` is the room for them. found->count tells how
-// many there were, *made how many are there: all, or none where there is not room for all.
+// `made` not null: the host does not know how many cells there are, nobody has counted them, and `count` is the room for
+// them. found->count tells how many there were, *made how many are there: all, or none where there is not room for all. Where
+// the device knows the `bounds`, smallest and largest coordinates, `box` is one that theirs is not larger than.
 cudaError_t index_cells(const CoordBox& box, const int* bounds, void* workspace, int64_t count, int* coords, int* order,
                         Brick* table, int64_t capacity, CellStats* found, int64_t* made, cudaStream_t);
 
@@ -358,6 +368,7 @@ struct PlanStats {  // device memory; on overflow of a capacity the counts still
   int64_t uniq4;    // entries of uniq used, in units of 4
   int64_t passes;   // passes used
   int64_t pairs;    // (offset, output row) pairs with a neighbour
+  int64_t done;     // tiles that are done, while the plan is built; then 0
 };
 // With an out_count, tiles without rows and those that find no room are empty, and all of them share
 // empty_passes(kernel_volume) passes without unique rows, for which `passes` and `frag` have room behind pass_capacity.

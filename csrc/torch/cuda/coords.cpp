@@ -6,6 +6,7 @@
 
 #include "../module.h"
 #include "launch.h"
+#include "voxmma/room.h"
 
 namespace voxmma {
 namespace {
@@ -154,8 +155,24 @@ std::tuple<Tensor, Tensor, Tensor> index_sized_cuda(const Tensor& coords, const 
   const Launch on(coords.device());
   const Tensor inner = on.empty({8}, at::kInt);
   args.bounds = data<int>(inner);
-  const Tensor order = morton_order(on, coords, box, args);
-  return {order, brick_table(on, coords, order, -1, args.count), inner};
+  const int64_t n = coords.size(0);
+  const size_t bytes = index_workspace(box, n);
+  if (bytes == 0) {
+    const Tensor order = morton_order(on, coords, box, args);
+    return {order, brick_table(on, coords, order, -1, args.count), inner};
+  }
+  const int64_t capacity = brick_capacity(n, -1);
+  Parts parts;
+  const int64_t order_at = parts.add(n), table_at = parts.add(4 * capacity);
+  const Tensor index = on.empty({parts.total}, at::kInt), scratch = on.scratch(bytes);
+  const Tensor order = part_of(index, order_at, {n}), table = part_of(index, table_at, {capacity, 4});
+  args.coords = data<int>(coords);
+  args.n = n;
+  args.box = box;
+  args.order = data<int>(order);
+  args.workspace = scratch.data_ptr();
+  check_cuda(index_coords(args, data<Brick>(table), capacity, on.stream), "index_coords", on.device);
+  return {order, table, inner};
 }
 
 ExpandArgs expand_args(const Ints& size, const Ints& stride, const Ints& dilation, const Ints& padding,
@@ -186,13 +203,12 @@ void for_pieces(ExpandArgs args, const Tensor& coords, int64_t rows, const Launc
   } while (args.begin < n);
 }
 
-// Marks the sites that the rows lead to in cleared bitmaps and counts them, `rows` rows at a time.
+// Marks the sites that the rows lead to in cleared bitmaps, `rows` rows at a time.
 void mark_cells(const Launch& on, const ExpandArgs& args, const Tensor& coords, int64_t rows, void* cells) {
   check_cuda(clear_cells(args.box, cells, on.stream), "clear_cells", on.device);
   for_pieces(args, coords, rows, [&](const ExpandArgs& piece) {
     check_cuda(expand_cells(piece, cells, on.stream), "expand_cells", on.device);
   });
-  check_cuda(count_cells(args.box, args.bounds, cells, on.stream), "count_cells", on.device);
 }
 
 int64_t rows_at_a_time(ExpandArgs args, int64_t candidates) {
@@ -219,6 +235,7 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
     const Tensor scratch = on.scratch(bytes);
     void* const cells = scratch.data_ptr();
     mark_cells(on, args, coords, rows, cells);
+    check_cuda(count_cells(args.box, cells, on.stream), "count_cells", on.device);
     const CellStats found = read_back(on, cell_stats(args.box, cells));
     if (found.outside != 0 || found.count > limit) {
       const Tensor nothing = on.empty({0, 4}, at::kInt);
@@ -392,15 +409,6 @@ struct TileTensors {
   }
 };
 
-// Room for passes and uniq as a rule. Surfaces list 1.6 unique rows for each row of the larger side in one pass per
-// kPassOffsets offsets, full grids 2.4.
-void usual_room(PlanArgs& args) {
-  const int64_t groups = empty_passes(static_cast<int>(volume_of(args))), tiles = tiles_of(args);
-  const int64_t rows = groups * std::max(args.n_in, args.n_out) * 5 / 2;
-  args.uniq4_capacity = rows / 4 + 1;
-  args.pass_capacity = tiles * groups + tiles / 4 + rows / kUniqueMax;
-}
-
 std::tuple<int64_t, int64_t, int64_t, int64_t> plan_room_cuda(int64_t n_out, int64_t n_in, const Ints& size,
                                                               const Ints& start, const Ints& step, const Ints& mul,
                                                               const Ints& div) {
@@ -409,11 +417,9 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> plan_room_cuda(int64_t n_out, int
   copy_rule(size, start, step, mul, div, args);
   args.n_out = n_out;
   args.n_in = n_in;
-  usual_room(args);
   int64_t most_passes, most_uniq4;
-  plan_bounds(args, &most_passes, &most_uniq4);
-  return {std::min(args.pass_capacity, most_passes), std::min(args.uniq4_capacity, most_uniq4), most_passes,
-          most_uniq4};
+  plan_room(args, &most_passes, &most_uniq4);
+  return {args.pass_capacity, args.uniq4_capacity, most_passes, most_uniq4};
 }
 
 // Rows and pairs of a plan are counted on the device. Where bounds are known that take no more room than the usual guess,
@@ -444,14 +450,14 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
     args.pass_capacity = most_passes;
     args.uniq4_capacity = most_uniq4;
   }
-  constexpr int64_t kStats = sizeof(PlanStats) / sizeof(int64_t);
+  constexpr int64_t kStats = sizeof(PlanStats) / sizeof(int64_t), kTold = 3;  // the last is the kernels' own
   Tensor passes, frag, uniq, stats;
   const auto build = [&] {
     Parts sized;
     const int64_t stats_at = sized.add(2 * kStats), passes_at = sized.add(args.pass_capacity * 4);
     const int64_t frag_at = sized.add(args.pass_capacity * kFrags), uniq_at = sized.add(args.uniq4_capacity * 4);
     const Tensor pass_parts = on.empty({sized.total}, at::kInt);
-    stats = part_of(pass_parts, stats_at, {kStats}, at::kLong);
+    stats = part_of(pass_parts, stats_at, {kTold}, at::kLong);
     passes = part_of(pass_parts, passes_at, {args.pass_capacity, 4});
     frag = part_of(pass_parts, frag_at, {args.pass_capacity, kFrags});
     uniq = part_of(pass_parts, uniq_at, {args.uniq4_capacity * 4});

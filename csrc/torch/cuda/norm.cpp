@@ -32,10 +32,17 @@ NormArgs norm_args(const Launch& on, const Tensor& x, const OptTensor& residual,
   return args;
 }
 
-std::tuple<Tensor, Tensor> norm_act_cuda(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
-                                         const OptTensor& running_mean, const OptTensor& running_var, double momentum,
-                                         double eps, const OptTensor& residual, string_view activation, double slope) {
+std::tuple<Tensor, Tensor, Tensor> norm_act_cuda(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
+                                                 const OptTensor& running_mean, const OptTensor& running_var,
+                                                 const OptTensor& batches, double momentum, double eps,
+                                                 const OptTensor& residual, string_view activation, double slope,
+                                                 bool keep) {
   check_norm(x, weight, bias, running_mean, running_var, residual);
+  if (batches.has_value()) {
+    TORCH_CHECK(batches->device() == x.device() && batches->scalar_type() == at::kLong && batches->numel() == 1,
+                "batches must be one int64 on ", x.device(), ", got ", c10::toString(batches->scalar_type()),
+                " of shape ", batches->sizes(), " on ", batches->device());
+  }
   const Launch on(x.device());
   const ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const Tensor y = on.empty(x.sizes(), x.scalar_type()), stats = on.empty({4, x.size(1)}, wide);
@@ -55,17 +62,21 @@ std::tuple<Tensor, Tensor> norm_act_cuda(const Tensor& x, const OptTensor& weigh
     args.running_dtype = to_dtype(running_mean->scalar_type());
   }
   args.momentum = momentum;
+  if (batches.has_value()) args.batches = data<int64_t>(*batches);
   args.y = y.data_ptr();
+  const bool passes = keep && residual.has_value() && keeps_passed(activation);
+  const Tensor passed = on.scratch(passes ? norm_passed_bytes(args.dtype, args.n, args.channels) : 0);
+  if (passes) args.passed = passed.data_ptr();
   const Tensor workspace = on.scratch(norm_workspace(args));
   args.workspace = workspace.data_ptr();
   if (x.size(1) != 0) check_cuda(norm_forward(args, on.stream), "norm_forward", on.device);
-  return {y, stats};
+  return {y, stats, passed};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm_act_backward_cuda(const Tensor& dy, const Tensor& x,
                                                                   const Tensor& stats, const OptTensor& residual,
-                                                                  string_view activation, double slope,
-                                                                  bool residual_gradient) {
+                                                                  const OptTensor& passed, string_view activation,
+                                                                  double slope, bool residual_gradient) {
   check_norm(x, std::nullopt, std::nullopt, std::nullopt, std::nullopt, residual);
   check_norm(x, std::nullopt, std::nullopt, std::nullopt, std::nullopt, dy);
   TORCH_CHECK(stats.is_contiguous() && stats.dim() == 2 && stats.size(0) == 4 && stats.size(1) == x.size(1) &&
@@ -78,6 +89,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_act_backward_cuda(const Tensor& 
   const Tensor dweight = on.empty({x.size(1)}, stats.scalar_type()), dbias = at::empty_like(dweight);
   Owners own;
   NormArgs args = norm_args(on, x, residual, activation, slope, stats, own);
+  if (passed.has_value()) {
+    TORCH_CHECK(keeps_passed(activation) && passed->device() == x.device() && passed->scalar_type() == at::kByte &&
+                    passed->is_contiguous() &&
+                    passed->numel() == static_cast<int64_t>(norm_passed_bytes(args.dtype, args.n, args.channels)),
+                "passed must be that of norm_act of x");
+    args.passed = passed->data_ptr();
+  }
   own.dy = dense_rows(dy);
   args.dy = own.dy.data_ptr();
   args.ldy = own.dy.stride(0);

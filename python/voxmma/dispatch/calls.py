@@ -31,7 +31,10 @@ from voxmma.ops.kernels import accumulator_label, parse_accumulator
 from voxmma.sparse.ahead import meet
 from voxmma.sparse.cached import Made, keep
 from voxmma.sparse.coords import _KEPT, CoordSet
-from voxmma.sparse.maps import Geometry, KernelMap, MapCore, finer_set, traceable
+from voxmma.sparse.cores import MapCore
+from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.levels import finer_set
+from voxmma.sparse.maps import KernelMap, traceable
 from voxmma.sparse.tensor import Voxels
 
 # ---- the call ----------------------------------------------------------------------------------------------
@@ -370,7 +373,7 @@ class Repeat(NamedTuple):
         elif then is None:
             y = self.prepared(feats, weight, bias)
         elif not observed() and then.fits(feats, weight, bias, self.record.out_dtype, out):
-            y, applied = then.run(self.prepared.fused, feats, weight, bias), then.names()
+            y, applied = then.run(self.prepared, feats, weight, bias), then.names()
         else:
             y = self.prepared(feats, weight, bias)
         if listening():
@@ -410,14 +413,14 @@ def _keep(
             asks and finer_set(coords, config.stride) is out,
             config.geometry if told else None,
         )
-    plain, dtype = made.op is torch.ops.voxmma.conv, made.record.compute_dtype
+    dtype = made.record.compute_dtype
     repeat = Repeat(
         mapping.core,
         mapping.reverse,
         made.decision,
         made.op,
         made.operands,
-        _C.PreparedConv(*made.operands) if plain else None,
+        _prepared(made),
         None if x._feats.dtype == dtype else dtype,
         made.record,
         mapping.made,
@@ -426,6 +429,11 @@ def _keep(
     with coords._index.lock:
         coords.calls.pop(key, None)
         keep(coords.calls, key, repeat, _KEPT["calls"])
+
+
+def _prepared(made: _Result) -> _C.PreparedConv | None:
+    plain = made.op is torch.ops.voxmma.conv
+    return made.prepared or (_C.PreparedConv(*made.operands) if plain else None)
 
 
 def _drop(owner: weakref.ref[CoordSet], key: Key, target: weakref.ref[CoordSet]) -> None:
@@ -450,6 +458,8 @@ class _Result(NamedTuple):
     decision: _Decision
     applied: tuple[str, ...] = ()
     """what the launch did besides, by name"""
+    prepared: _C.PreparedConv | None = None
+    """the op with these operands, where it was made"""
 
 
 def convolve(
@@ -500,16 +510,21 @@ def _convolve(
     applied: tuple[str, ...] = ()
     parts = _parts(tile, weight, mapping, feats.device)
     may = then is not None and not scaled and _may_fuse(x, weight, bias)
+    prepared = None
     if may and then is not None and then.fits(x, weight, bias, written or compute_dtype, mapping.out_coords):
         applied = then.names()
-        launch = functools.partial(torch.ops.voxmma.conv_fused, **then.operands())
-        y = _launch(launch, (x, weight, bias, shared[0], *shared[2:], ran, tile, written))
+        if then.trains():
+            prepared = _C.PreparedConv(*operands)
+            y = then.run(prepared, x, weight, bias)
+        else:
+            launch = functools.partial(torch.ops.voxmma.conv_fused, **then.operands())
+            y = _launch(launch, (x, weight, bias, shared[0], *shared[2:], ran, tile, written))
     else:
         y = _launch(op, (x, weight, bias, *operands))
     record = _record(config.layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
     notify(record)
     observe(x, weight, bias, mapping, y, record)
-    return _Result(y, record, op, operands, decision, applied)
+    return _Result(y, record, op, operands, decision, applied, prepared)
 
 
 def _may_fuse(*operands: Tensor | None) -> bool:

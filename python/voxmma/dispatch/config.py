@@ -13,7 +13,7 @@ from voxmma._types import DTYPE_NAMES, Triple, positive, triple
 from voxmma.dispatch import settings
 from voxmma.ops.kernels import parse_accumulator
 from voxmma.sparse.derive import check_max_voxels
-from voxmma.sparse.maps import (
+from voxmma.sparse.geometry import (
     MAX_KERNEL,
     MAX_OFFSET,
     MAX_STRIDE,

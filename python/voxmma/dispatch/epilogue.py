@@ -1,4 +1,4 @@
-"""What follows a convolution: batch norm of evaluation, residual, activation; in its launch if it can be."""
+"""What follows a convolution: batch norm, residual, activation; in its launch or node where it can be."""
 
 from __future__ import annotations
 
@@ -9,23 +9,56 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import has_torch_function
 
+from voxmma._extension import _C
 from voxmma.ops.cpu import ACTIVATIONS
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.tensor import Voxels
 
-_HALVES = (torch.float16, torch.bfloat16)
+#: Dtypes of a norm's numbers beside rows of a dtype, as torch's batch norm takes them.
+_TAKEN = {
+    torch.float16: (torch.float16, torch.float32),
+    torch.bfloat16: (torch.bfloat16, torch.float32),
+    torch.float32: (torch.float32,),
+    torch.float64: (torch.float64,),
+}
 
 
 class Norm(NamedTuple):
-    """A batch norm by running statistics: (C,) each, weight and bias may be None."""
+    """A batch norm by running statistics: (C,) each, weight and bias may be None. With a momentum it is one
+    in training: statistics are those of its rows, running ones (or None) and `batches` are updated."""
 
-    mean: Tensor
-    var: Tensor
+    mean: Tensor | None
+    var: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
     eps: float
     name: str
+    momentum: float | None = None
+    batches: Tensor | None = None
+    """one int64, incremented"""
+
+
+def one_pass(x: Tensor, residual: Tensor | None, numbers: tuple[Tensor | None, ...]) -> bool:
+    """Whether the kernels of norm_act take a call: a GPU, rows of one dtype, two or more, nobody who watches.
+    numbers: weight, bias, running mean, running variance."""
+    if not x.is_cuda or torch.compiler.is_compiling() or x.dtype not in _TAKEN or x.shape[0] < 2:
+        return False
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
+        return False
+    return takes_numbers(numbers, x.dtype) and not has_torch_function((x, residual, *numbers))
+
+
+def takes_numbers(numbers: tuple[Tensor | None, ...], dtype: torch.dtype) -> bool:
+    """`one_pass`, of weight, bias, running mean and variance beside rows of `dtype`."""
+    taken, (mean, var) = _TAKEN[dtype], numbers[2:]
+    if (mean is None) != (var is None) or (mean is not None and var is not None and mean.dtype != var.dtype):
+        return False
+    for number in numbers:
+        if number is not None and (number.dtype not in taken or not number.is_contiguous()):
+            return False
+    return True
 
 
 class Activation(NamedTuple):
@@ -45,6 +78,12 @@ class Epilogue:
     activation: Activation | None = None
     residual_first: bool = False
     """Whether the sum is residual + y, whose coordinates and row order are the residual's."""
+    otherwise: Callable[[Voxels], Voxels] | None = None
+    """The layers one by one; a norm in training needs it."""
+
+    def trains(self) -> bool:
+        """Whether the norm takes the statistics of its rows."""
+        return self.norm is not None and self.norm.momentum is not None
 
     def fits(
         self,
@@ -54,27 +93,33 @@ class Epilogue:
         dtype: torch.dtype,
         out: CoordSet,
     ) -> bool:
-        """Whether one launch does what the layers would: no gradient is asked for, dtypes are those that
-        torch's batch norm takes, the residual lies on the very coordinates of the result."""
+        """Whether one call does what the layers would: dtypes are those that torch's batch norm takes, the
+        residual lies on the very coordinates of the result, and no gradient is asked for, but of a norm in
+        training, which needs two rows and a GPU."""
         channels = weight.shape[-1] * (weight.shape[1] if weight.dim() == 4 else 1)
         operands = [x, weight, bias]
-        if self.norm is not None:
-            taken = (dtype, torch.float32) if dtype in _HALVES else (dtype,)
-            if any(tensor is not None and tensor.dtype not in taken for tensor in self.norm[:4]):
+        norm = self.norm
+        if norm is not None:
+            if norm.momentum is not None:
+                if not x.is_cuda or out.num < 2 or not takes_numbers((*norm[2:4], *norm[:2]), dtype):
+                    return False
+            elif any(tensor is not None and tensor.dtype not in _TAKEN[dtype] for tensor in norm[:4]):
                 return False
-            operands += self.norm[:4]
+            operands += norm[:4]
         if self.residual is not None:
             rows = self.residual._feats
             if self.residual._coord_set is not out or rows.dtype != dtype or rows.shape[1] != channels:
                 return False
             operands.append(rows)
+        if norm is not None and norm.momentum is not None:
+            return not has_torch_function(operands)
         if torch.is_grad_enabled():
             return not any(t is not None and t.requires_grad for t in operands)
         return True
 
     def operands(self) -> dict[str, Any]:
         """Arguments of torch.ops.voxmma.conv_fused."""
-        mean, var, scale, shift, eps, _ = self.norm or (None, None, None, None, 0.0, "")
+        mean, var, scale, shift, eps, *_ = self.norm or (None, None, None, None, 0.0)
         kind, slope, _ = self.activation or ("none", 0.0, "")
         rows = None if self.residual is None else self.residual._feats
         return {
@@ -82,26 +127,34 @@ class Epilogue:
             "activation": kind, "slope": slope,
         }  # fmt: skip
 
-    def run(self, op: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution and this, by `PreparedConv.fused`."""
-        mean, var, scale, shift, eps, _ = self.norm or (None, None, None, None, 0.0, "")
+    def run(self, prepared: _C.PreparedConv, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution and this."""
         kind, slope, _ = self.activation or ("none", 0.0, "")
         rows = None if self.residual is None else self.residual._feats
-        return op(x, weight, bias, scale, shift, mean, var, eps, rows, kind, slope)
+        if self.norm is None:
+            nothing = None, None, None, None, 0.0
+            return prepared.fused(x, weight, bias, *nothing, rows, kind, slope)
+        mean, var, scale, shift, eps, _, momentum, batches = self.norm
+        if momentum is None:
+            return prepared.fused(x, weight, bias, scale, shift, mean, var, eps, rows, kind, slope)
+        numbers = scale, shift, mean, var, batches, momentum, eps
+        return prepared.trained(x, weight, bias, *numbers, rows, kind, slope)
 
     def names(self) -> tuple[str, ...]:
-        """What `explain` lists where one launch did it."""
+        """What `explain` lists where one call did it."""
         found = [self.norm.name] if self.norm is not None else []
         if self.residual is not None:
             found.append("+ residual")
         if self.activation is not None:
             found.append(self.activation.name)
-        return tuple(f"{name} (fused)" for name in found)
+        return tuple([f"{name} (fused)" for name in found])
 
     def apply(self, y: Voxels) -> Voxels:
         """The same on its own, rounding after each step, as the layers do."""
+        if self.otherwise is not None:
+            return self.otherwise(y)
         if self.norm is not None:
-            mean, var, weight, bias, eps, name = self.norm
+            mean, var, weight, bias, eps, name, *_ = self.norm
             y = y._after(F.batch_norm(y._feats, mean, var, weight, bias, False, 0.0, eps), name)
         if self.residual is not None:
             y = self.residual + y if self.residual_first else y + self.residual

@@ -9,8 +9,9 @@ import torch
 from voxmma._types import Triple, as_tensor
 from voxmma.dispatch.config import ConvConfig, KernelSize, check_window
 from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.keyed import inverse_map, keep_map
-from voxmma.sparse.maps import Geometry, KernelMap, map_over
+from voxmma.sparse.maps import KernelMap, map_over
 from voxmma.sparse.tensor import Voxels
 
 Target = Voxels | CoordSet | torch.Tensor

@@ -5,8 +5,11 @@ result = engine((coords, feats))     # returns at once
 y = result.voxels                    # waits, and raises what was wrong with the frame
 """
 
-from voxmma.engine.compiled import Engine, Result, compile
+from voxmma.engine.compiled import Engine
+from voxmma.engine.compiling import compile
 from voxmma.engine.errors import EngineError
 from voxmma.engine.file import load, save
+from voxmma.engine.inputs import Points
+from voxmma.engine.result import Result
 
-__all__ = ["Engine", "EngineError", "Result", "compile", "load", "save"]
+__all__ = ["Engine", "EngineError", "Points", "Result", "compile", "load", "save"]

@@ -1,15 +1,18 @@
 """Engines as files: data alone, a list of operators and tensors, never unpickled.
 
-A zip archive of uncompressed entries: `engine.json`, and the bytes of every tensor. Operators are those of
-aten and of voxmma that a program may hold; a file can make this process compute, and nothing else.
+The layout is that of docs/runtime.md: 32 bytes, a head in JSON, the bytes of every tensor. Operators are
+those of aten and of voxmma that a program may hold; a file can make this process compute, and nothing else.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import zipfile
-from collections.abc import Iterator, Sequence
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,9 +26,11 @@ from voxmma._extension import _C
 from voxmma._types import Triple
 from voxmma._version import __version__
 from voxmma.engine import ops as _ops  # noqa: F401  defines the operators
-from voxmma.engine.compiled import Engine, Input
+from voxmma.engine.compiled import Engine
 from voxmma.engine.errors import EngineError
-from voxmma.engine.record import (
+from voxmma.engine.inputs import Grid, Input
+from voxmma.engine.program import (
+    CELLS,
     Capacity,
     Const,
     Level,
@@ -39,10 +44,14 @@ from voxmma.engine.record import (
     VoxelsOut,
 )
 from voxmma.sparse.derive import Derived
-from voxmma.sparse.maps import Geometry
+from voxmma.sparse.geometry import Geometry
 
-_FORMAT = 1
-_HEAD = "engine.json"
+_FORMAT = 3
+_MAGIC = b"VXENGINE"
+_PREFIX = struct.Struct("<8sIIQQ")
+"""magic, format, CRC-32 of what follows these 16 bytes, bytes of the file, bytes of the head"""
+_SUMMED = 16
+_ALIGNED = 64  # tensors begin at multiples of it
 _PLACES = {"ref": Ref, "const": Const, "capacity": Capacity, "room": Room}
 _KINDS = {kind: name for name, kind in _PLACES.items()}
 #: Operators without an operand: others of these read files, or make what a program never makes.
@@ -124,14 +133,13 @@ def _spec(tree: Any) -> str:
 def save(engine: Engine, path: str | Path) -> None:
     """Writes an engine. EngineError for inputs or results of types that JSON has no word for."""
     program = engine._program
-    inputs = [{**asdict(given), "dtype": _encoded(given.dtype)} for given in engine._inputs]
+    inputs = [_input(given) for given in engine._inputs]
     with engine._lock:
         head = {
-            "format": _FORMAT,
             "machine": machine(engine.device),
             "grow": engine.grow,
             "capacities": engine._instance.capacities,
-            "rooms": engine._instance.rooms,
+            "rooms": [_encoded(float(room)) for room in engine._instance.rooms],
             "needs": engine._needs,
             "inputs": inputs,
             "built": _spec(engine._spec),
@@ -143,24 +151,61 @@ def save(engine: Engine, path: str | Path) -> None:
                  {name: _encoded(value) for name, value in step.kwargs.items()}, step.out, step.frees]
                 for step in program.steps
             ],
-            "counts": [_encoded(count) for count in program.counts],
-            "reports": [[report.kind, report.number, _encoded(report.status)] for report in program.reports],
+            "reports": [
+                [report.kind, report.number, _encoded(report.status), report.line]
+                for report in program.reports
+            ],
             "outputs": [_output(out) for out in program.outputs],
             "returned": _spec(program.spec),
+            "widths": list(program.widths.items()),
+            "side": program.side,
             "tensors": [
                 [_word(t.dtype), list(t.shape), _axes(t), t.device.type] for t in program.consts
             ],
         }  # fmt: skip
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(_HEAD, json.dumps(head, indent=1))
-        for number, tensor in enumerate(program.consts):
-            archive.writestr(f"tensors/{number}", _bytes(tensor))
+    _write(path, head, map(_bytes, program.consts), [tensor.nbytes for tensor in program.consts])
+
+
+def _write(path: str | Path, head: dict[str, Any], tensors: Iterable[bytes], sizes: Sequence[int]) -> None:
+    """A file of a head, whose tensors get their places, and their bytes, of these sizes.
+
+    It appears under its name once it is whole.
+    """
+    places = [0, *itertools.accumulate(_up(size) for size in sizes)]
+    listed = [[*entry[:4], place] for entry, place in zip(head["tensors"], places, strict=False)]
+    text = json.dumps({**head, "tensors": listed}, separators=(",", ":")).encode()
+    prefix = _PREFIX.pack(_MAGIC, _FORMAT, 0, _up(_PREFIX.size + len(text)) + places[-1], len(text))
+    part = Path(f"{path}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(prefix[:_SUMMED])
+            crc = 0
+            for data in itertools.chain([prefix[_SUMMED:] + text], tensors):
+                filled = data.ljust(_up(file.tell() + len(data)) - file.tell(), b"\0")
+                crc = zlib.crc32(filled, crc)
+                file.write(filled)
+            file.seek(len(_MAGIC))
+            file.write(struct.pack("<II", _FORMAT, crc))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _up(size: int) -> int:
+    return size + -size % _ALIGNED
+
+
+def _input(given: Input) -> dict[str, Any]:
+    made = {**asdict(given), "dtype": _encoded(given.dtype)}
+    if given.grid is not None:
+        made["grid"] = {name: _encoded(value) for name, value in vars(given.grid).items()}
+    return made
 
 
 def _path(level: Level) -> Iterator[Any]:
     first, *rest = level.path
     yield first
-    yield from (list(step) for step in rest)
+    yield from (step if step == CELLS else list(step) for step in rest)
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -175,6 +220,29 @@ def _data(path: str | Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise EngineError(f"{path} is no engine: {type(error).__name__}: {error}") from error
+
+
+def _read(path: str | Path) -> tuple[dict[str, Any], list[memoryview]]:
+    """The head of a file, and the bytes of its tensors. EngineError for one that is cut or damaged."""
+    content = memoryview(Path(path).read_bytes())
+    if content[: len(_MAGIC)] != _MAGIC or len(content) < _PREFIX.size:
+        raise EngineError(f"{path} is no engine")
+    _, found, crc, size, length = _PREFIX.unpack(content[: _PREFIX.size])
+    if found != _FORMAT:
+        raise EngineError(f"{path} has format {found}, this version reads {_FORMAT}")
+    if size != len(content):
+        raise EngineError(f"{path} is damaged: it has {len(content):,} bytes and says {size:,}")
+    if zlib.crc32(content[_SUMMED:]) != crc:
+        raise EngineError(f"{path} is damaged: its checksum is another")
+    head = json.loads(bytes(content[_PREFIX.size : _PREFIX.size + length]))
+    stored = content[_up(_PREFIX.size + length) :]
+    tensors = []
+    for dtype, shape, _, _, begin in head["tensors"]:
+        nbytes = math.prod(shape) * _NAMED["dtype"][dtype].itemsize
+        if not 0 <= begin <= len(stored) - nbytes or nbytes < 0:
+            raise EngineError(f"{path} is damaged: a tensor of {nbytes:,} bytes is not in it")
+        tensors.append(stored[begin : begin + nbytes])
+    return head, tensors
 
 
 class _Reader:
@@ -224,10 +292,10 @@ def _geometry(parts: Sequence[Sequence[int]]) -> Geometry:
 
 
 def _tensor(
-    content: bytes, dtype: torch.dtype, shape: list[int], axes: list[int], device: torch.device
+    content: memoryview, dtype: torch.dtype, shape: list[int], axes: list[int], device: torch.device
 ) -> Tensor:
-    if len(content) != math.prod(shape) * dtype.itemsize or sorted(axes) != list(range(len(shape))):
-        raise EngineError("a tensor has another size than the file says")
+    if sorted(axes) != list(range(len(shape))):
+        raise EngineError("a tensor's axes are no permutation")
     flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     if content:
         flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -237,6 +305,15 @@ def _tensor(
 
 def _triple(shape: list[int] | None) -> Triple | None:
     return None if shape is None else (shape[0], shape[1], shape[2])
+
+
+def _grid(reader: _Reader, given: dict[str, Any] | None) -> Grid | None:
+    if given is None:
+        return None
+    dtype, edge, origin, reduce = (
+        reader.decoded(given[name]) for name in ("dtype", "edge", "origin", "reduce")
+    )
+    return Grid(dtype, tuple(edge), tuple(origin), reduce)
 
 
 def _derived(geometry: Any, to_children: bool, shape: list[int] | None) -> Derived:
@@ -256,32 +333,30 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
     PyTorch, or for another card.
     """
     with _data(path):
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-            if broken is not None:
-                raise EngineError(f"{path} is damaged: {broken}")
-            head = json.loads(archive.read(_HEAD))
-            if head.get("format") != _FORMAT:
-                raise EngineError(f"{path} has format {head.get('format')!r}, this version reads {_FORMAT}")
-            made_on = head["machine"]
-            target = torch.empty(0, dtype=torch.uint8, device=device or made_on["device"]).device
-            here = machine(target)
-            for name, wanted in made_on.items():
-                if here.get(name) != wanted:
-                    raise EngineError(f"{path} is for {name} {wanted}, this is {here.get(name)}")
-            reader = _Reader(target)
-            consts = [
-                _tensor(
-                    archive.read(f"tensors/{number}"),
-                    _NAMED["dtype"][dtype],
-                    shape,
-                    axes,
-                    torch.device("cpu") if place == "cpu" else target,
-                )
-                for number, (dtype, shape, axes, place) in enumerate(head["tensors"])
-            ]
+        head, contents = _read(path)
+        made_on = head["machine"]
+        target = torch.empty(0, dtype=torch.uint8, device=device or made_on["device"]).device
+        here = machine(target)
+        for name, wanted in made_on.items():
+            if here.get(name) != wanted:
+                raise EngineError(f"{path} is for {name} {wanted}, this is {here.get(name)}")
+        reader = _Reader(target)
+        consts = [
+            _tensor(
+                content,
+                _NAMED["dtype"][dtype],
+                shape,
+                axes,
+                torch.device("cpu") if place == "cpu" else target,
+            )
+            for content, (dtype, shape, axes, place, _) in zip(contents, head["tensors"], strict=True)
+        ]
         levels = [
-            Level((steps[0], *(_derived(*step) for step in steps[1:])), parent, tuple(bounds))
+            Level(
+                (steps[0], *(step if step == CELLS else _derived(*step) for step in steps[1:])),
+                parent,
+                tuple(bounds),
+            )
             for steps, parent, bounds in head["levels"]
         ]
         program = Program(
@@ -299,10 +374,14 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
                 for name, args, kwargs, out, frees in head["steps"]
             ],
             consts,
-            [reader.decoded(count) for count in head["counts"]],
-            [Report(kind, number, reader.decoded(status)) for kind, number, status in head["reports"]],
+            [
+                Report(kind, number, reader.decoded(status), line)
+                for kind, number, status, line in head["reports"]
+            ],
             [reader.output(out) for out in head["outputs"]],
             pytree.treespec_loads(head["returned"]),
+            dict(head["widths"]),
+            (head["side"][0], head["side"][1]),
         )
         inputs = [
             Input(
@@ -312,10 +391,12 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
                 given["batch_size"],
                 tuple(given["stride"]),
                 _triple(given["spatial_shape"]),
+                _grid(reader, given["grid"]),
             )
             for given in head["inputs"]
         ]
         return Engine(
-            program, inputs, pytree.treespec_loads(head["built"]), head["capacities"], head["rooms"], target,
+            program, inputs, pytree.treespec_loads(head["built"]), head["capacities"],
+            [reader.decoded(room) for room in head["rooms"]], target,
             bool(head["grow"]), head["needs"],
         )  # fmt: skip

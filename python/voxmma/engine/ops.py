@@ -13,19 +13,22 @@ from torch import Tensor
 
 from voxmma.sparse import segments, sized
 from voxmma.sparse.derive import Derived
+from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.interpolate import weighted
-from voxmma.sparse.maps import Geometry
 from voxmma.sparse.sized import SizedSet
 
 _SET = "Tensor {0}coords, Tensor {0}count, Tensor {0}inner, Tensor {0}first, Tensor {0}second"
 _SCHEMAS = (
     "sized_index(Tensor coords, Tensor count, int[] bounds)"
     " -> (Tensor inner, Tensor first, Tensor second, Tensor status)",
+    "sized_voxels(Tensor points, Tensor? batch, Tensor feats, Tensor count, Tensor box, float[] edge,"
+    " float[] origin, str reduce, int capacity)"
+    " -> (Tensor coords, Tensor voxel_feats, Tensor voxel_count, Tensor status)",
     f"sized_sites({_SET.format('')}, int[] bounds, int[] geometry, bool to_children,"
     " int[] shape, int capacity)"
     f" -> ({_SET.format('')}, Tensor status)",
-    f"sized_map({_SET.format('in_')}, {_SET.format('out_')}, int[] geometry, bool reverse, float room)"
-    " -> (Tensor[] map, Tensor status)",
+    "sized_maps(Tensor[] sets, int[] inputs, int[] outputs, int[] geometries, int[] reverse, float[] rooms)"
+    " -> (Tensor[] maps, Tensor status)",
     f"sized_lookup(Tensor query, {_SET.format('')}) -> Tensor rows",
     "sized_rows(Tensor x, Tensor count) -> Tensor",
     "sized_weighted(Tensor x, Tensor rows, Tensor weights) -> Tensor",
@@ -42,7 +45,10 @@ for _schema in _SCHEMAS:
 LEVELS = 4
 """of the tree over samples: enough for 64**4 rows"""
 STATUS = 4
+SET = 5
+"""tensors of a set"""
 _ANYWHERE = (0,) * 8  # bounds of a set that is only read
+_SPARE = (16, 1024)  # passes and units that any plan has room for on top: small ones vary the most
 
 
 def flat(geometry: Geometry) -> list[int]:
@@ -69,6 +75,22 @@ def _index(coords: Tensor, count: Tensor, bounds: list[int]) -> tuple[Tensor, ..
     return made.inner, *made.index, status
 
 
+def _voxels(
+    points: Tensor,
+    batch: Tensor | None,
+    feats: Tensor,
+    count: Tensor,
+    box: Tensor,
+    edge: list[float],
+    origin: list[float],
+    reduce: str,
+    capacity: int,
+) -> tuple[Tensor, ...]:
+    status = _status(points)
+    made = sized.voxels_sized(points, batch, feats, count, (edge, origin, reduce), box, capacity, status)
+    return *made, status
+
+
 def _sites(
     coords: Tensor,
     count: Tensor,
@@ -92,32 +114,44 @@ def _sites(
 
 def plan_capacity(geometry: Geometry, reverse: bool, n_in: int, n_out: int, room: float) -> tuple[int, int]:
     """Passes, and units of 4 unique rows, that a plan may have: `room` times what it takes as a rule."""
-    passes, units, most_passes, most_units = sized.plan_room(geometry, reverse, n_in, n_out)
-    return min(most_passes, int(passes * room) + 1), min(most_units, int(units * room) + 1)
+    passes, units, *most = sized.plan_room(geometry, reverse, n_in, n_out)
+    return (
+        min(most[0], int(passes * room) + _SPARE[0]),
+        min(most[1], int(units * room) + _SPARE[1]),
+    )
 
 
-def _map(
-    in_coords: Tensor,
-    in_count: Tensor,
-    in_inner: Tensor,
-    in_first: Tensor,
-    in_second: Tensor,
-    out_coords: Tensor,
-    out_count: Tensor,
-    out_inner: Tensor,
-    out_first: Tensor,
-    out_second: Tensor,
-    geometry: list[int],
-    reverse: bool,
-    room: float,
+def plan_room(geometry: Geometry, reverse: bool, n_in: int, n_out: int, passes: int, units: int) -> float:
+    """The room that a plan of so many passes and units takes."""
+    usual = sized.plan_room(geometry, reverse, n_in, n_out)
+    return max(passes / max(usual[0], 1), units / max(usual[1], 1))
+
+
+def _maps(
+    sets: list[Tensor],
+    inputs: list[int],
+    outputs: list[int],
+    geometries: list[int],
+    reverse: list[int],
+    rooms: list[float],
 ) -> tuple[list[Tensor], Tensor]:
-    status, rule = _status(out_coords), _geometry(geometry)
-    inputs = SizedSet(in_coords, in_count, in_inner, (in_first, in_second), _ANYWHERE)
-    outputs = SizedSet(out_coords, out_count, out_inner, (out_first, out_second), _ANYWHERE)
-    capacity = (0, 0)
-    if out_coords.is_cuda:
-        capacity = plan_capacity(rule, reverse, len(in_coords), len(out_coords), room)
-    return sized.plan_sized(inputs, outputs, rule, reverse, capacity, status), status
+    """The tensors of one map after another, and their status (maps, 4).
+
+    sets: `SET` tensors each. inputs, outputs: of each map, among these. geometries: 12 numbers of each.
+    """
+    known = [
+        SizedSet(sets[i], sets[i + 1], sets[i + 2], (sets[i + 3], sets[i + 4]), _ANYWHERE)
+        for i in range(0, len(sets), SET)
+    ]
+    plans = []
+    for number, (a, b, room) in enumerate(zip(inputs, outputs, rooms, strict=True)):
+        rule, turned = _geometry(geometries[12 * number : 12 * number + 12]), bool(reverse[number])
+        limits = (0, 0)
+        if sets[0].is_cuda:
+            limits = plan_capacity(rule, turned, len(known[a].coords), len(known[b].coords), room)
+        plans.append(sized.Plan(known[a], known[b], rule, turned, limits))
+    status = torch.empty((len(plans), STATUS), dtype=torch.int64, device=sets[0].device)
+    return [tensor for made in sized.plans_sized(plans, status) for tensor in made], status
 
 
 def _lookup(
@@ -193,8 +227,9 @@ def _finite(x: Tensor, count: Tensor) -> Tensor:
 
 for _name, _function in (
     ("sized_index", _index),
+    ("sized_voxels", _voxels),
     ("sized_sites", _sites),
-    ("sized_map", _map),
+    ("sized_maps", _maps),
     ("sized_lookup", _lookup),
     ("sized_rows", _rows),
     ("sized_weighted", weighted),

@@ -7,8 +7,6 @@ between the runs depends on the frame in a way that no program could follow, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,372 +20,33 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from voxmma._types import Triple
 from voxmma.dispatch.launches import leave
 from voxmma.engine import rules
 from voxmma.engine.errors import EngineError
-from voxmma.engine.lanes import Lanes
+from voxmma.engine.program import (
+    CELLS,
+    Capacity,
+    Const,
+    Facts,
+    Level,
+    Path,
+    Plan,
+    Ref,
+    Report,
+    Room,
+    Step,
+    TensorOut,
+    VoxelsOut,
+    each,
+    leaves,
+    reads,
+)
 from voxmma.engine.sets import NetworkSet
-from voxmma.sparse.coords import Bounds, CoordSet
+from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.derive import Derived
-from voxmma.sparse.maps import Geometry
+from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.packing import Bounds
 from voxmma.sparse.tensor import Voxels
-
-Path = tuple[Any, ...]
-"""identity of a level: the number of its input, then the Derived of each layer on the way"""
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A tensor that a program makes or is given."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Const:
-    """A tensor that a program holds."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """The capacity of a level."""
-
-    level: int
-
-
-@dataclass(frozen=True)
-class Room:
-    """How much room a map's plan has, in units of what one takes as a rule."""
-
-    map: int
-
-
-@dataclass(frozen=True)
-class Level:
-    """A coordinate set of the network. `bounds`: smallest and largest (batch, x, y, z) that it may hold."""
-
-    path: Path
-    parent: int
-    """-1: an input"""
-    bounds: Bounds
-    marker: int = 0
-    """capacity while it is recorded"""
-
-    def __str__(self) -> str:
-        if self.parent < 0:
-            return f"input {self.path[0]}"
-        geometry, to_children, _ = self.path[-1]
-        kind = "generative layer" if to_children else "layer"
-        size, stride, *_ = geometry
-        return f"{kind} of kernel_size {size}, stride {stride} on level {self.parent}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A kernel map of the network, from level `source` to level `target`."""
-
-    source: int
-    target: int
-    geometry: Geometry
-    reverse: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    """Where a status comes from: 'index', 'sites', 'map', 'dense', 'points', 'finite'; of a level or map."""
-
-    kind: str
-    number: int
-    status: Any
-
-
-@dataclass
-class Step:
-    """A call of an operator. `args` and `kwargs` hold Ref, Const, Capacity and Room."""
-
-    func: Any
-    args: Any
-    kwargs: Any
-    out: tuple[int | None, ...]
-    """numbers of the tensors among the flattened results"""
-    frees: tuple[int, ...] = ()
-    """tensors that nobody reads any more"""
-
-    def named(self) -> dict[str, Any]:
-        """The arguments by name."""
-        names = (argument.name for argument in self.func._schema.arguments)
-        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
-
-
-@dataclass(frozen=True)
-class VoxelsOut:
-    """A Voxels among the results."""
-
-    level: int
-    feats: Any
-    coords: Any
-    stride: Triple
-    record: Any = None
-
-
-@dataclass(frozen=True)
-class TensorOut:
-    """A tensor among the results; level of its first dimension, -1: it is none of rows."""
-
-    level: int
-    value: Any
-
-
-@dataclass
-class Program:
-    """Steps from the inputs to the results, for whatever capacities."""
-
-    levels: list[Level]
-    plans: list[Plan]
-    inputs: list[Ref]
-    steps: list[Step]
-    consts: list[Tensor]
-    counts: list[Any]
-    """of every level: (1,) int64"""
-    reports: list[Report]
-    outputs: list[Any]
-    spec: Any
-    """pytree of the outputs"""
-    records: list[Any] = field(default_factory=list)
-
-    def lanes(self) -> Lanes:
-        """Streams to capture the program on; the current one is being captured."""
-        return Lanes(self.steps, self.beside(), lambda step: _numbers(step, Ref), self._given())
-
-    def beside(self) -> list[Step]:
-        """The steps that make sets and maps out of the inputs and each other, in order."""
-        known, found = self._given(), []
-        for step in self.steps:
-            if step.func._schema.name.startswith("voxmma::sized_") and known.issuperset(_numbers(step, Ref)):
-                found.append(step)
-                known.update(number for number in step.out if number is not None)
-        return found
-
-    def _given(self) -> set[int]:
-        return {ref.number for ref in self.inputs}
-
-    def run(
-        self,
-        inputs: Sequence[Tensor],
-        capacities: Sequence[int],
-        rooms: Sequence[float],
-        lanes: Lanes | None = None,
-    ) -> dict[int, Tensor]:
-        """What `places` names, from `inputs`: coordinates, features and (1,) counts, or tensors."""
-        env = {ref.number: tensor for ref, tensor in zip(self.inputs, inputs, strict=True)}
-
-        def fill(value: Any) -> Any:
-            kind = type(value)
-            if kind is Ref:
-                return env[value.number]
-            if kind is Const:
-                return self.consts[value.number]
-            if kind is Capacity:
-                return capacities[value.level]
-            if kind is Room:
-                return rooms[value.map]
-            if kind is list or kind is tuple:
-                return kind(map(fill, value))
-            return value
-
-        kept = set() if lanes is None else lanes.kept
-        for step in self.steps if lanes is None else lanes.run():
-            made = step.func(*fill(step.args), **{name: fill(value) for name, value in step.kwargs.items()})
-            for number, tensor in zip(step.out, _leaves(made), strict=True):
-                if number is not None:
-                    env[number] = tensor
-            del made
-            for number in step.frees:
-                if number not in kept:
-                    del env[number]
-        return env
-
-    def value(self, env: dict[int, Tensor], place: Any) -> Tensor:
-        """The tensor that a Ref or Const among outputs, counts and reports stands for."""
-        return env[place.number] if isinstance(place, Ref) else self.consts[place.number]
-
-    def places(self) -> list[Any]:
-        """What the outside reads."""
-        found = [*self.counts, *(report.status for report in self.reports)]
-        for out in self.outputs:
-            if isinstance(out, VoxelsOut):
-                found += [out.feats, out.coords]
-            elif isinstance(out, TensorOut):
-                found.append(out.value)
-        return found
-
-    def optimise(self, dtypes: Mapping[int, torch.dtype]) -> None:
-        """Computes what no input reaches, packs weights, drops what nobody reads, and says what is free when.
-
-        dtypes: of the tensors by number.
-        """
-        self._fold()
-        for step in self.steps:
-            self._pack(step, dtypes)
-        self._prune()
-
-    def _fold(self) -> None:
-        """Computes what no input reaches."""
-        written = {n for step in self.steps if step.func._schema.is_mutable for n in _numbers(step, Ref)}
-        # A write into a view reaches what it is a view of: everything that shares memory with it stays.
-        aliases = _Aliases()
-        for step in self.steps:
-            if any(a.alias_info is not None for a in step.func._schema.arguments):
-                aliases.join([*_numbers(step, Ref), *(n for n in step.out if n is not None)])
-        kept = {aliases.find(n) for n in written}
-        fixed: dict[int, Const] = {}
-        steps = []
-        with torch.no_grad():
-            for step in self.steps:
-                step.args, step.kwargs = _put(step.args, fixed), _put(step.kwargs, fixed)
-                outs = [n for n in step.out if n is not None]
-                if (
-                    _has(step, (Ref, Capacity, Room))
-                    or step.func._schema.is_mutable
-                    or any(aliases.find(n) in kept for n in outs)
-                ):
-                    steps.append(step)
-                    continue
-                made = step.func(*_held(step.args, self.consts), **_held(step.kwargs, self.consts))
-                for number, tensor in zip(step.out, _leaves(made), strict=True):
-                    if number is not None:
-                        fixed[number] = Const(len(self.consts))
-                        self.consts.append(tensor)
-        self.steps = steps
-        self._replace_outputs(fixed)
-
-    def _pack(self, step: Step, dtypes: Mapping[int, torch.dtype]) -> None:
-        """Makes a convolution whose weight is frozen one that takes it as its kernel reads it."""
-        ops = torch.ops.voxmma
-        if step.func not in (ops.conv.default, ops.conv_fused.default):
-            return
-        given = step.named()
-        x, weight = given["x"], given["weight"]
-        numbers = {name: given.get(name) for name in ("bias", "scale", "shift", "mean", "var")}
-        frozen = all(isinstance(value, Const) for value in (weight, *numbers.values()) if value is not None)
-        if not frozen or not isinstance(x, Ref) or given.get("packed") is not None:
-            return
-        bias, *channels = _held(list(numbers.values()), self.consts)
-        how = [given[name] for name in ("symmetric", "transpose", "accumulator", "tile")]
-        packed = ops.pack_weight(
-            self.consts[weight.number], bias, *how, dtypes[x.number], eps=given.get("eps", 0.0),
-            **dict(zip(list(numbers)[1:], channels, strict=True)),
-        )  # fmt: skip
-        self.consts.append(packed)
-        rest = ("scale", "shift", "mean", "var", "eps", "residual", "activation", "slope")
-        step.func = ops.conv_fused.default
-        step.args = [
-            *(given[name] for name in ("x", "weight", "bias", "map", "n_out")), *how, given.get("out_dtype")
-        ]  # fmt: skip
-        step.kwargs = {name: given[name] for name in rest if name in given}
-        step.kwargs["packed"] = Const(len(self.consts) - 1)
-
-    def _prune(self) -> None:
-        """Drops what nobody reads, and says what is free after each step."""
-        steps = self.steps
-        needed = {place.number for place in self.places() if isinstance(place, Ref)}
-        live = []
-        for step in reversed(steps):
-            outs = [n for n in step.out if n is not None]
-            if step.func._schema.is_mutable or needed.intersection(outs):
-                needed.update(_numbers(step, Ref))
-                live.append(step)
-        self.steps = live[::-1]
-        last = {place.number for place in self.places() if isinstance(place, Ref)}
-        for step in reversed(self.steps):
-            seen = {*_numbers(step, Ref), *(n for n in step.out if n is not None)}
-            step.frees = tuple(sorted(seen - last))
-            last |= seen
-        used: dict[int, int] = {}
-        for step in self.steps:
-            for number in _numbers(step, Const):
-                used.setdefault(number, len(used))
-        for place in self.places():
-            if isinstance(place, Const):
-                used.setdefault(place.number, len(used))
-        moved = {old: Const(new) for old, new in used.items()}
-        for step in self.steps:
-            step.args, step.kwargs = _put(step.args, moved, Const), _put(step.kwargs, moved, Const)
-        self._replace_outputs(moved, Const)
-        self.consts = [self.consts[old] for old in used]
-
-    def _replace_outputs(self, table: dict[int, Any], kind: type = Ref) -> None:
-        def put(value: Any) -> Any:
-            return _put(value, table, kind)
-
-        self.counts = put(self.counts)
-        self.reports = [Report(r.kind, r.number, put(r.status)) for r in self.reports]
-        outputs: list[Any] = []
-        for out in self.outputs:
-            if isinstance(out, VoxelsOut):
-                out = VoxelsOut(out.level, put(out.feats), put(out.coords), out.stride, out.record)
-            elif isinstance(out, TensorOut):
-                out = TensorOut(out.level, put(out.value))
-            outputs.append(out)
-        self.outputs = outputs
-
-
-class _Aliases:
-    """Sets of tensors that may share memory."""
-
-    def __init__(self) -> None:
-        self.parent: dict[int, int] = {}
-
-    def find(self, number: int) -> int:
-        while self.parent.get(number, number) != number:
-            number = self.parent[number]
-        return number
-
-    def join(self, numbers: Sequence[int]) -> None:
-        for number in numbers[1:]:
-            self.parent[self.find(number)] = self.find(numbers[0])
-
-
-def _leaves(value: Any) -> list[Any]:
-    """The results of an operator, flat; None where there is no tensor."""
-    if isinstance(value, list | tuple):
-        return [leaf for part in value for leaf in _leaves(part)]
-    return [value if isinstance(value, Tensor) else None]
-
-
-def _each(value: Any, kinds: type | tuple[type, ...]) -> list[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [found for part in value for found in _each(part, kinds)]
-    return [value] if isinstance(value, kinds) else []
-
-
-def _numbers(step: Step, kind: type) -> list[int]:
-    return [place.number for place in (*_each(step.args, kind), *_each(step.kwargs, kind))]
-
-
-def _has(step: Step, kinds: tuple[type, ...]) -> bool:
-    return bool(_each(step.args, kinds) or _each(step.kwargs, kinds))
-
-
-def _put(value: Any, table: dict[int, Any], kind: type = Ref) -> Any:
-    """`value` with the Refs (or Consts) of the table replaced."""
-    if isinstance(value, dict):
-        return {name: _put(part, table, kind) for name, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_put(part, table, kind) for part in value)
-    return table.get(value.number, value) if isinstance(value, kind) else value  # type: ignore[attr-defined]
-
-
-def _held(value: Any, consts: list[Tensor]) -> Any:
-    return _put(value, dict(enumerate(consts)), Const)
-
-
-# ---- recording ---------------------------------------------------------------------------------------------
 
 
 class Recorder(TorchDispatchMode):
@@ -398,19 +57,19 @@ class Recorder(TorchDispatchMode):
         shift: added to capacities, another in another run.
     """
 
-    def __init__(
-        self, capacities: dict[Path, int], rooms: dict[Any, float], taken: set[int], shift: int
-    ) -> None:
+    def __init__(self, capacities: dict[Path, int], taken: set[int], shift: int) -> None:
         super().__init__()
-        self.capacities, self.rooms, self.taken, self.shift = capacities, rooms, set(taken), shift
+        self.capacities, self.taken, self.shift = capacities, set(taken), shift
         self.levels: list[Level] = []
         self.plans: list[Plan] = []
         self.sets: list[NetworkSet] = []
         self.steps: list[Step] = []
         self.reports: list[Report] = []
         self.consts: list[Tensor] = []
+        self.found: list[Tensor] = []
+        """of every map its status"""
         self._numbers = WeakTensorKeyDictionary()
-        self.dtypes: dict[int, torch.dtype] = {}
+        self.facts: dict[int, Facts] = {}
         self.moving: set[int] = set()
         """numbers of the tensors that depend on the frame"""
         self._count = 0
@@ -435,16 +94,18 @@ class Recorder(TorchDispatchMode):
             )
         return self.level(path, parent, bounds, capacity)
 
+    def cells(self, parent: int, root: int, bounds: Bounds) -> int:
+        """The level of the voxels of an input's points."""
+        return self.level((root, CELLS), parent, bounds, self.capacities[root, CELLS])
+
     def plan(self, source: int, target: int, geometry: Geometry, reverse: bool) -> int:
         self.plans.append(Plan(source, target, geometry, reverse))
         return len(self.plans) - 1
 
-    def room(self, number: int) -> float:
-        return self.rooms.get(number, 1.0) + 0.0
-
     def report(self, kind: str, number: int, status: Tensor) -> None:
         if kind == "map":
-            self.steps[-1].args[-1] = Room(number)
+            self.steps[-1].args[-1] = [Room(number)]
+            self.found.append(status)
         self.reports.append(Report(kind, number, self.place(status)))
 
     # ---- tensors
@@ -460,7 +121,7 @@ class Recorder(TorchDispatchMode):
         ref = Ref(self._count)
         self._count += 1
         self._numbers[tensor] = ref
-        self.dtypes[ref.number] = tensor.dtype
+        self.facts[ref.number] = Facts(tensor.dtype, tensor.dim(), tensor.shape[-1:].numel())
         return ref
 
     def place(self, tensor: Tensor) -> Any:
@@ -546,7 +207,7 @@ class Recorder(TorchDispatchMode):
         for argument in schema.arguments[len(given[0]) :]:
             self._check_write(func, argument, given[1].get(argument.name))
         numbers: list[int | None] = []
-        for leaf in _leaves(out):
+        for leaf in leaves(out):
             if leaf is None:
                 numbers.append(None)
             elif self._made(leaf):  # in place
@@ -554,12 +215,12 @@ class Recorder(TorchDispatchMode):
             else:
                 numbers.append(self.give(leaf).number)
         self.steps.append(Step(func, *given, tuple(numbers)))
-        if not self.moving.isdisjoint(_numbers(self.steps[-1], Ref)):
+        if not self.moving.isdisjoint(reads(self.steps[-1], Ref)):
             self.moving.update(number for number in numbers if number is not None)
 
     def _check_write(self, func: Any, argument: Any, value: Any) -> None:
         alias = argument.alias_info
-        if alias is not None and alias.is_write and _each(value, Const):
+        if alias is not None and alias.is_write and each(value, Const):
             raise rules.refuse(func, "it writes into a tensor of the model (is it in training mode?)")
 
     def _placed(self, value: Any) -> Any:

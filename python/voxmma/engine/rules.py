@@ -50,13 +50,13 @@ _NORMS = _names("cudnn_batch_norm miopen_batch_norm native_batch_norm")
 _FIXED_NORMS = _names("_batch_norm_no_update _native_batch_norm_legit_no_training")
 _OURS = _names(
     "conv conv_fused conv_rescaled neighbor_counts pool_max pool_pick pool_put pool_sum segment_argmax "
-    "segment_sum sized_counts sized_dense sized_finite sized_index sized_lookup sized_map sized_rows "
-    "sized_sites sized_tree sized_weighted"
+    "segment_sum sized_counts sized_dense sized_finite sized_index sized_lookup sized_maps sized_rows "
+    "sized_sites sized_tree sized_voxels sized_weighted"
 )
 #: Functions that may be given the number of rows, as a size.
 _SIZED = _VIEWS | _names(
     "arange conv conv_fused conv_rescaled empty full neighbor_counts new_empty new_full new_ones new_zeros "
-    "ones pool_max pool_put pool_sum sized_sites slice zeros"
+    "ones pool_max pool_put pool_sum sized_sites sized_voxels slice zeros"
 )
 #: Instead of a bare name, where a user would not know what to look for.
 _SAID = {

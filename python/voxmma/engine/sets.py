@@ -11,9 +11,12 @@ from voxmma._types import Triple
 from voxmma.engine.errors import EngineError
 from voxmma.engine.ops import flat
 from voxmma.sparse.cached import Made
-from voxmma.sparse.coords import Bounds, CoordSet, Finer
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.cores import Direction
 from voxmma.sparse.derive import Derived, reach
-from voxmma.sparse.maps import Direction, Geometry
+from voxmma.sparse.finer import Finer
+from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.packing import Bounds
 
 if TYPE_CHECKING:
     from voxmma.engine.record import Recorder
@@ -84,9 +87,9 @@ class NetworkSet(CoordSet):
             raise EngineError("an engine cannot take a layer to coordinates that are not made in the network")
         recorder = self.recorder
         number = recorder.plan(self.level, outputs.level, geometry, reverse)
-        tensors, status = _OPS.sized_map(
-            *self.parts, *outputs.parts, flat(geometry), reverse, recorder.room(number)
-        )
+        sets = [self] if outputs is self else [self, outputs]
+        parts = [tensor for one in sets for tensor in one.parts]
+        tensors, status = _OPS.sized_maps(parts, [0], [len(sets) - 1], flat(geometry), [int(reverse)], [1.0])
         recorder.report("map", number, status)
         return Direction(tensors, -1)
 

@@ -31,9 +31,12 @@ from torch import nn
 from voxmma._types import Triple
 from voxmma.sparse import segments
 from voxmma.sparse.cached import Made
-from voxmma.sparse.coords import CoordSet, Finer
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.cores import Direction, MapCore, core_between, held_sets
 from voxmma.sparse.derive import Derived
-from voxmma.sparse.maps import Direction, Geometry, KernelMap, MapCore, core_between, held_sets
+from voxmma.sparse.finer import Finer
+from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.maps import KernelMap
 from voxmma.sparse.tensor import Voxels
 
 __all__ = ["Layout", "MappedVoxels", "dynamic_shapes", "export_program", "one_graph", "with_maps"]

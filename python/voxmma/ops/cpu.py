@@ -112,6 +112,9 @@ def _sums(
         features, weights = round_tf32(features), round_tf32(weights)
     if transpose:
         weights = weights.transpose(2, 3)
+    if groups == 1 and accumulator in ("fp32", "fp64"):
+        mirror = transpose and symmetric
+        return _C.conv_sums(features, weights[:, 0], in_rows, out_rows, kptr, n_out, mirror)
     y = torch.zeros((n_out, groups * c_out), dtype=compute, device=x.device)
     pairs_of = [end - begin for begin, end in itertools.pairwise(start)]
     ins, outs_of, weight_of = in_rows.split(pairs_of), out_rows.split(pairs_of), weights.unbind()

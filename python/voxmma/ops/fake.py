@@ -63,8 +63,31 @@ torch.library.register_fake("voxmma::pack_weight", _pack_weight_fake)
 
 
 @torch.library.register_fake("voxmma::norm_act")
-def _norm_act_fake(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty((4, x.shape[1]), dtype=_compute_type(x))
+def _norm_act_fake(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batches: Tensor | None,
+    momentum: float,
+    eps: float,
+    residual: Tensor | None,
+    activation: str,
+    slope: float,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, channels = x.shape
+    size = x.element_size()
+    vector = 2 if size == 8 else 4
+    rows = 32 // (vector * size)
+    keeps = keep and residual is not None and activation in ("relu", "leaky_relu")
+    passed = (n + rows - 1) // rows * ((channels + vector - 1) // vector) * ((vector * rows + 7) // 8)
+    return (
+        x.new_empty(x.shape),
+        x.new_empty((4, channels), dtype=_compute_type(x)),
+        x.new_empty((passed if keeps else 0,), dtype=torch.uint8),
+    )
 
 
 @torch.library.register_fake("voxmma::norm_act_backward")
@@ -73,6 +96,7 @@ def _norm_act_backward_fake(
     x: Tensor,
     stats: Tensor,
     residual: Tensor | None,
+    passed: Tensor | None,
     activation: str,
     slope: float,
     residual_gradient: bool,

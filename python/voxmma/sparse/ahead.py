@@ -15,14 +15,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from voxmma.sparse.build import size_tensor
 from voxmma.sparse.cached import ByTensor, Made, _capturing, keep
 from voxmma.sparse.coords import _KEPT, CoordSet
+from voxmma.sparse.cores import Direction, MapCore, core_between, held_sets
 from voxmma.sparse.derive import Derived
-from voxmma.sparse.maps import Direction, Geometry, MapCore, core_between, held_sets, size_tensor
+from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.sized import Plan, SizedSet, derive_sized, plans_sized
 
 _SET_SLACK, _MAP_SLACK = 1.25, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'
 _MOST_GROWTH = 8  # of an input over the one before, from which rooms for it can be guessed
+_MEMORY = 63  # inputs for one part in 64 of the way down to what they needed
 _TILE = 256
 
 
@@ -118,7 +121,7 @@ class Place:
                 self.asked.maps.append(Wanted(self.site, outputs.site, *how, passes, units))
 
 
-#: By the weight of the layer that met a new set first.
+#: By the weight of the layer that met a new set first; where that is a view, by what it is a view of.
 _ASKED = ByTensor(Asked)
 _LOCK = threading.Lock()
 _DEVICES = {"cuda"}
@@ -142,7 +145,7 @@ def meet(coords: CoordSet, weight: torch.Tensor) -> None:
         if coords.place is not None or coords.maps or coords.derived:
             return
         with _LOCK:
-            asked = _ASKED.get(weight)
+            asked = _ASKED.get(weight if weight._base is None else weight._base)
         place = Place(asked, rows)
         with asked.lock:  # not held while anything is made: it is asked for under the locks of sets
             if rows > _MOST_GROWTH * asked.rows:
@@ -219,8 +222,8 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
 
 
 def _rate(before: float, now: float) -> float:
-    """What to expect: the largest of late, sinking by a sixteenth of the difference with every input."""
-    return max(now, (15 * before + now) / 16)
+    """What to expect: the largest of late. Six smaller inputs sink it by less than the slack of a map."""
+    return max(now, (_MEMORY * before + now) / (_MEMORY + 1))
 
 
 def _keep_set(source: CoordSet, made: SizedSet, place: Place, number: int, done: Made) -> CoordSet:

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data._utils.collate import collate as _torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from voxmma.sparse.coords import BATCH_MAX, CoordSet
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.packing import BATCH_MAX
 from voxmma.sparse.tensor import Voxels
 
 # ---- dense grids -------------------------------------------------------------------------------------------

@@ -20,20 +20,12 @@ from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import Triple, positive
 from voxmma.sparse.cached import keep, refuse_capture
-from voxmma.sparse.coords import (
-    _KEPT,
-    COORD_MAX,
-    COORD_MIN,
-    Bounds,
-    CoordSet,
-    Finer,
-    pack_axis,
-    pack_batch,
-    unpack,
-)
+from voxmma.sparse.coords import _KEPT, CoordSet
+from voxmma.sparse.finer import Finer
+from voxmma.sparse.packing import COORD_MAX, COORD_MIN, Bounds, pack_axis, pack_batch, unpack
 
 if TYPE_CHECKING:
-    from voxmma.sparse.maps import Geometry
+    from voxmma.sparse.geometry import Geometry
 
 DEFAULT_MAX_VOXELS = 1 << 26
 CHUNK = 1 << 24  # candidates at a time: 128 MiB of keys, a few times that while they are sorted

@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 from voxmma._extension import _C
-from voxmma.sparse.coords import gather_rows, kernels_take
+from voxmma.sparse.index import gather_rows, kernels_take
 
 
 def weighted(feats: Tensor, rows: Tensor, weights: Tensor) -> Tensor:

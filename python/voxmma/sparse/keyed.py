@@ -6,8 +6,10 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from voxmma.sparse.coords import CoordSet, Finer
-from voxmma.sparse.maps import Geometry, KernelMap, kernel_map
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.finer import Finer
+from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.maps import KernelMap, kernel_map
 
 
 class Keyed(NamedTuple):

@@ -8,202 +8,31 @@ is its own opposite with the offsets mirrored.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
-import weakref
 from collections.abc import Iterable, Sequence
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from voxmma._dynamo import eager
-from voxmma._extension import _C
-from voxmma._types import Triple, triple
-from voxmma.sparse.cached import Made, keep, new_lock, refuse_capture
-from voxmma.sparse.coords import (
-    _KEPT,
-    COORD_MAX,
-    COORD_MIN,
-    CoordSet,
-    Finer,
-    pack,
-    pack_axis,
-    pack_batch,
-    unpack,
+from voxmma._types import Triple
+from voxmma.sparse.build import build_cpu, build_cuda, neighbor_table
+from voxmma.sparse.cached import Made, refuse_capture
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.cores import Direction, MapCore, core_between
+from voxmma.sparse.geometry import (
+    Geometry,
+    _cubic_geometry,
+    check_outputs,
+    geometry_of,
+    output_padding_triple,
 )
-from voxmma.sparse.derive import cells, cells_shape, check_count, children, windows
+from voxmma.sparse.levels import made_from
 
 if TYPE_CHECKING:
-    from voxmma.sparse.ahead import Wanted
     from voxmma.sparse.tensor import Voxels
 
 
-MAX_KERNEL = 9
-MAX_STRIDE = 4096
-MAX_OFFSET = 1 << 20
 _FRAGMENT_ROWS = 16
-
-
-class Geometry(NamedTuple):
-    """Input coordinate that an output coordinate meets: out * stride - padding + k * dilation, k from 0."""
-
-    kernel_size: Triple
-    stride: Triple
-    dilation: Triple
-    padding: Triple
-
-    def offsets(self, reverse: bool = False) -> list[Triple]:
-        """k * dilation - padding of every k, lexicographic, last axis fastest; negative with `reverse`."""
-        sign = -1 if reverse else 1
-        axes = [
-            [sign * (i * dilation - padding) for i in range(size)]
-            for size, dilation, padding in zip(self.kernel_size, self.dilation, self.padding, strict=True)
-        ]
-        return [(x, y, z) for x, y, z in itertools.product(*axes)]
-
-    @property
-    def mirrored(self) -> bool:
-        """Whether the offsets are their own negatives, in reverse order."""
-        (i, j, k), _, (a, b, c), (x, y, z) = self
-        return (i - 1) * a == 2 * x and (j - 1) * b == 2 * y and (k - 1) * c == 2 * z
-
-
-class Direction:
-    """The tensors of one direction of a map, and how many pairs they hold.
-
-    A plan whose size the GPU has not told yet has its statistics in `stats`: int64 (3,) units of 4 entries of
-    uniq, passes, pairs. Until they are asked for, passes, frag and uniq end in unused room.
-    """
-
-    def __init__(
-        self,
-        tensors: list[torch.Tensor],
-        num_pairs: int | None,
-        stats: torch.Tensor | None = None,
-        beside: Made | None = None,
-    ) -> None:
-        self.tensors = tensors
-        kept = tensors if stats is None else [*tensors, stats]
-        self.made = Made(kept, "the tensors of a kernel map", beside)
-        self.counts: Made | None = None
-        """KernelMap.counts, once asked for"""
-        self.wanted: Wanted | None = None
-        """why it was made before a layer asked for it"""
-        self._num_pairs = num_pairs
-        self._stats = stats
-        self._lock = contextlib.nullcontext() if stats is None else new_lock()
-
-    @property
-    def num_pairs(self) -> int:
-        """Waits for the GPU, once, where they have not been read."""
-        if self._num_pairs is None:
-            with self._lock:
-                if self._num_pairs is None:
-                    self._num_pairs = self._settle()
-        return self._num_pairs
-
-    def _settle(self) -> int:
-        assert self._stats is not None
-        refuse_capture("the number of pairs of a kernel map", self._stats.device)
-        self.made.use()
-        units, passes, pairs = self._stats.tolist()
-        order, schedule, pass_list, frag, uniq, *rest = self.tensors
-        self.tensors = [order, schedule, pass_list[:passes], frag[:passes], uniq[: 4 * units], *rest]
-        return pairs
-
-    def settled(self) -> list[torch.Tensor]:
-        """The tensors without unused room. Waits like `num_pairs`."""
-        _ = self.num_pairs
-        self.made.get()
-        return self.tensors
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Direction, (self.settled(), self.num_pairs)
-
-
-#: Sets that maps lead to from now on, while somebody wants them to live.
-held_sets: ContextVar[list[CoordSet] | None] = ContextVar("held_sets", default=None)
-
-
-class MapCore:
-    """Both directions of a map, cached on one of its two sets and holding none of them: it goes with either.
-
-    `other` is the set it is not cached on (None: one and the same), `flipped` says that it is cached on the
-    output set of its geometry: the finer set was made out of the coarser one.
-    """
-
-    def __init__(self, geometry: Geometry, other: CoordSet | None, flipped: bool = False) -> None:
-        self.geometry = geometry
-        self.key = cache_key(geometry, other, flipped)
-        """cache key on the owning set: unique while both sets live"""
-        self._other = None if other is None else weakref.ref(other)
-        self.flipped = flipped
-        self.symmetric = other is None and geometry.stride == (1, 1, 1) and geometry.mirrored
-        self.sides: dict[bool, Direction] = {}
-        """what has been built, by KernelMap.reverse"""
-        self.freed = False
-        self.lock = new_lock()
-
-    @property
-    def other(self) -> CoordSet | None:
-        return None if self._other is None else self._other()
-
-    def cached(self, owner: CoordSet) -> MapCore:
-        """The core in the cache of `owner` under this one's key, which is this one where there was none."""
-        if torch.compiler.is_dynamo_compiling():  # the sets are new and go with the trace
-            return owner.maps.setdefault(self.key, self)
-        with owner._index.lock:
-            core = keep(owner.maps, self.key, self, _KEPT["maps"])
-            other = self.other
-            if core is self and other is not None:
-                held = held_sets.get()
-                if held is not None:
-                    held.append(other)
-                self._other = weakref.ref(other, functools.partial(_forget, weakref.ref(owner), self.key))
-            if self._other is None:
-                owner.own.pop(self.geometry, None)
-                keep(owner.own, self.geometry, core, _KEPT["maps"])
-        return core
-
-
-def _forget(owner: weakref.ref[CoordSet], key: tuple[Any, ...], other: weakref.ref[CoordSet]) -> None:
-    """Uncaches the map between an owner and a set that is gone."""
-    holder = owner()
-    core = None if holder is None else holder.maps.get(key)
-    if holder is not None and core is not None and core._other is other:
-        holder.maps.pop(key, None)
-
-
-def cache_key(geometry: Geometry, other: CoordSet | None, flipped: bool = False) -> tuple[Any, ...]:
-    """Identity of a map on the set it is cached on: the kernel's shape and the other set, never its size."""
-    return geometry, None if other is None else id(other), flipped
-
-
-def core_between(fine: CoordSet, coarse: CoordSet, geometry: Geometry, flipped: bool = False) -> MapCore:
-    """The map from `fine` (the geometry's input) to `coarse`, made when there is none.
-
-    Cached on `fine`, or with `flipped` on `coarse`; found on either.
-    """
-    owner, other = (coarse, fine) if flipped else (fine, coarse)
-    if owner is other:
-        flipped = False
-    core = owner.maps.get(cache_key(geometry, None if owner is other else other, flipped))
-    if core is None and owner is not other:
-        core = other.maps.get(cache_key(geometry, owner, not flipped))
-    return _new_core(owner, other, fine, coarse, geometry, flipped) if core is None else core
-
-
-@eager
-def _new_core(
-    owner: CoordSet, other: CoordSet, fine: CoordSet, coarse: CoordSet, geometry: Geometry, flipped: bool
-) -> MapCore:
-    core = MapCore(geometry, None if owner is other else other, flipped)
-    link = coarse.finer
-    if link is not None and link.geometry == geometry and link.came_from(fine):
-        core.sides = link.sides
-    return core.cached(owner)
 
 
 class KernelMap:
@@ -340,11 +169,11 @@ class KernelMap:
                 made = self.in_coords.plan(self.out_coords, core.geometry, self.reverse)
             elif self.device.type == "cuda":
                 refuse_capture(self._what, self.device)
-                made = _build_cuda(self.in_coords, self.out_coords, core.geometry, self.reverse)
+                made = build_cuda(self.in_coords, self.out_coords, core.geometry, self.reverse)
             else:
                 # Normal tensors also under inference_mode: a later training pass saves them for its backward.
                 with torch.inference_mode(False), torch.no_grad():
-                    made = _build_cpu(
+                    made = build_cpu(
                         self.in_coords, self.out_coords, core.geometry, self.reverse, self.symmetric
                     )
             core.sides[self.reverse] = made
@@ -624,49 +453,6 @@ def map_over(
     return made._built()
 
 
-def made_from(
-    source: CoordSet,
-    geometry: Geometry,
-    transposed: bool,
-    generative: bool,
-    outputs: str,
-    max_voxels: int | None,
-    output_padding: Triple,
-) -> tuple[CoordSet, bool]:
-    """The outputs of a layer on `source`, and whether the finer set was made out of the coarser one."""
-    if geometry.stride == (1, 1, 1) and not generative:
-        return source, False
-    if not transposed and outputs == "cells" and not generative:
-        return coarser_set(source, geometry.stride, max_voxels), False
-    if not transposed:
-        return windows(source, geometry, max_voxels), False
-    finer = None if generative else finer_set(source, geometry.stride)
-    if finer is not None:
-        return finer, False
-    return children(source, geometry, max_voxels, output_padding), True
-
-
-def geometry_of(
-    kernel_size: int | Sequence[int],
-    dilation: int | Sequence[int],
-    stride: int | Sequence[int],
-    padding: int | Sequence[int] | None,
-) -> Geometry:
-    """The arguments of `kernel_map`, checked: TypeError or ValueError naming the one that is wrong."""
-    size = triple(kernel_size, "kernel_size", 1, MAX_KERNEL)
-    step = triple(stride, "stride", 1, MAX_STRIDE)
-    spread = triple(dilation, "dilation", 1, MAX_OFFSET)
-    pad = padding_triple(padding, size, spread)
-    for k, d, p in zip(size, spread, pad, strict=True):
-        if (k - 1) * d - p > MAX_OFFSET:
-            raise ValueError(f"dilation {spread} with kernel_size {size} reaches offsets above {MAX_OFFSET}")
-    return Geometry(size, step, spread, pad)
-
-
-#: The same for plain ints: equal arguments of other types, such as True, must not find what 1 left.
-_cubic_geometry = functools.lru_cache(maxsize=256)(geometry_of)
-
-
 def traceable(x: CoordSet, geometry: Geometry, elsewhere: bool = False) -> bool:
     """Whether torch.compile can find a layer's map among its inputs, in a way that serves other sets, too.
 
@@ -690,217 +476,8 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def finer_set(coarse: CoordSet, stride: Triple) -> CoordSet | None:
-    """The set that strided layers of this total stride made `coarse` from, or of cells of which it holds
-    those (`coarser_set`); None when there is none.
-
-    ValueError when there are several: `CoordSet.remember`.
-    """
-    link = coarse.finer
-    if link is not None and link.geometry.stride == stride and not link.ambiguous:
-        return link.get()
-    total, found = (1, 1, 1), coarse
-    while total != stride:
-        link = found.finer
-        if link is None or any(t > s for t, s in zip(total, stride, strict=True)):
-            return _finer_level(coarse, stride)
-        if link.ambiguous:
-            raise ValueError(
-                "strided layers on several inputs put their outputs on the coordinates of x (coords=...): "
-                "say which voxels to go back to with coords= (out_coords= of kernel_map)"
-            )
-        x, y, z = (t * s for t, s in zip(total, link.geometry.stride, strict=True))
-        total, found = (x, y, z), link.get()
-    return found
-
-
-def _finer_level(coarse: CoordSet, stride: Triple) -> CoordSet | None:
-    if coarse.levels is None:
-        return None
-    family, mine = coarse.levels
-    x, y, z = (m // s if m % s == 0 else 0 for m, s in zip(mine, stride, strict=True))
-    return family.get((x, y, z))
-
-
-def padding_triple(padding: int | Sequence[int] | None, size: Triple, dilation: Triple) -> Triple:
-    """`padding` per axis, or its default: (size // 2) * dilation for odd sizes, 0 for even ones."""
-    if padding is not None:
-        return triple(padding, "padding", -MAX_OFFSET, MAX_OFFSET)
-    x, y, z = (k // 2 * d if k % 2 else 0 for k, d in zip(size, dilation, strict=True))
-    return x, y, z
-
-
-def coarser_set(source: CoordSet, stride: Triple, max_voxels: int | None = None) -> CoordSet:
-    """The cells of a grid coarser by `stride` that hold a voxel: one set for every total stride from the set
-    that the first of them was made from, by whatever steps.
-
-    Raises ValueError as `voxmma.sparse.derive.windows`.
-    """
-    if stride == (1, 1, 1) or torch.compiler.is_compiling():
-        return _cells(source, stride, max_voxels)
-    with source._index.lock:
-        if source.levels is None:
-            source.levels = weakref.WeakValueDictionary({(1, 1, 1): source}), (1, 1, 1)
-        family, mine = source.levels
-        x, y, z = (m * s for m, s in zip(mine, stride, strict=True))
-        made = family.get((x, y, z))
-        if made is None or made._made.written:
-            made = _cells(source, stride, max_voxels)
-            made.levels = family, (x, y, z)
-            family[x, y, z] = made
-        check_count(made.num, max_voxels, source.num)
-        return made
-
-
-def _cells(source: CoordSet, stride: Triple, max_voxels: int | None) -> CoordSet:
-    geometry = Geometry(stride, stride, (1, 1, 1), (0, 0, 0))
-    if max(stride) <= MAX_KERNEL:
-        return cells(source, geometry, max_voxels)
-    columns = zip(source.coords.unbind(1), (1, *stride), strict=True)
-    coarse = torch.stack([column.div(size, rounding_mode="floor") for column, size in columns], dim=1)
-    with torch.inference_mode(False), torch.no_grad():
-        rows = unpack(torch.unique(pack(coarse)))
-        made = CoordSet.trusted(
-            rows, source.batch_size, spatial_shape=cells_shape(source.spatial_shape, stride)
-        )
-    made.finer = Finer(source, geometry)
-    return made
-
-
-def check_outputs(outputs: str) -> str:
-    """`outputs`; ValueError unless it is 'windows' or 'cells'."""
-    if outputs not in ("windows", "cells"):
-        raise ValueError(f"outputs must be 'windows' or 'cells', got {outputs!r}")
-    return outputs
-
-
-def output_padding_triple(output_padding: int | Sequence[int]) -> Triple:
-    """`output_padding` per axis; TypeError or ValueError unless each is 0 or more."""
-    return triple(output_padding, "output_padding", 0, MAX_OFFSET)
-
-
-def neighbor_table(tensors: list[torch.Tensor], kernel_volume: int, n_out: int) -> torch.Tensor:
-    """KernelMap.neighbor_table() from the tensors of a map. Does not wait for a GPU."""
-    if tensors[0].is_cuda:
-        return _C.plan_to_table(tensors, n_out)
-    in_rows, out_rows, kptr, _ = tensors
-    table = torch.full((kernel_volume, n_out), -1, dtype=torch.int32, device=in_rows.device)
-    offset = torch.repeat_interleave(torch.arange(kernel_volume, device=in_rows.device), kptr.diff())
-    table[offset, out_rows] = in_rows.int()
-    return table
-
-
 def _coord_set(value: CoordSet | Voxels, name: str) -> CoordSet:
     coords = value if isinstance(value, CoordSet) else getattr(value, "coord_set", None)
     if not isinstance(coords, CoordSet):
         raise TypeError(f"{name} must be a CoordSet or a Voxels, got {type(value).__name__}")
     return coords.sites
-
-
-@functools.lru_cache(maxsize=256)
-def plan_rule(geometry: Geometry, reverse: bool) -> tuple[Triple, list[int], list[int], Triple, Triple]:
-    """size, start, step, mul and div of `_C.build_plan`."""
-    size, stride, dilation, padding = geometry
-    sign = 1 if reverse else -1
-    start, step = [sign * p for p in padding], [-sign * d for d in dilation]
-    mul, div = ((1, 1, 1), stride) if reverse else (stride, (1, 1, 1))
-    return size, start, step, mul, div
-
-
-def _build_cuda(in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, reverse: bool) -> Direction:
-    """The tile plan; symmetry saves nothing there."""
-    in_order, hash_blocks = in_coords.hash_index()
-    out_order = in_order if out_coords is in_coords else out_coords.hash_index().order
-    *tensors, stats, pairs = _C.build_plan(
-        out_coords.coords, out_order, hash_blocks, in_order, *plan_rule(geometry, reverse)
-    )
-    tensors.append(size_tensor(in_coords._coords, out_coords._coords))
-    return Direction(tensors, None, stats) if pairs < 0 else Direction(tensors, pairs)
-
-
-def size_tensor(in_coords: torch.Tensor, out_coords: torch.Tensor) -> torch.Tensor:
-    """What tells the ops, by its shape alone, between how many rows a map leads."""
-    return _C.map_size(in_coords, len(in_coords), len(out_coords))
-
-
-def _build_cpu(
-    in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, reverse: bool, symmetric: bool
-) -> Direction:
-    """A symmetric map searches half its offsets; the other half holds the same pairs the other way round."""
-    out_row = out_coords.sorted_keys()[1]
-    tensors = cpu_pairs(
-        *in_coords.sorted_keys(), out_row, out_coords.coords, geometry, reverse, symmetric=symmetric
-    )
-    return Direction([*tensors, size_tensor(in_coords._coords, out_coords._coords)], len(tensors[0]))
-
-
-def cpu_pairs(
-    ordered: torch.Tensor,
-    in_row: torch.Tensor,
-    out_row: torch.Tensor,
-    out_coords: torch.Tensor,
-    geometry: Geometry,
-    reverse: bool,
-    *,
-    symmetric: bool = False,
-) -> list[torch.Tensor]:
-    """in_rows, out_rows and kptr of a map on a CPU: binary searches of the output rows `out_row` per offset.
-
-    `ordered` are the inputs' ascending keys, `in_row` the row of each. `out_row` comes in the order of the
-    outputs' keys, so that searches share cache lines.
-    """
-    one = (1, 1, 1)
-    mul, div = (one, geometry.stride) if reverse else (geometry.stride, one)
-    offsets = geometry.offsets(reverse)
-    n_in, n_out = len(ordered), len(out_row)
-    in_order = ordered
-    ordered = torch.cat(
-        [ordered, ordered.new_zeros(1)]
-    )  # searches that run off the end find something to read
-    coords = out_coords[out_row]
-    batch, *columns = coords.long().unbind(1)
-    axes = [
-        {add: _axis_query(column, mul[axis], add, div[axis], axis) for add in {o[axis] for o in offsets}}
-        for axis, column in enumerate(columns)
-    ]
-    # Buffers for all offsets: fresh memory for every step would cost more than the searches.
-    batch = pack_batch(batch)
-    key, place, seen = (torch.empty(n_out, dtype=torch.int64, device=batch.device) for _ in range(3))
-    hit = torch.empty(n_out, dtype=torch.bool, device=batch.device)
-    neighbour = torch.empty(len(out_coords), dtype=torch.int64, device=batch.device)
-    in_rows: list[torch.Tensor] = []
-    out_rows: list[torch.Tensor] = []
-    for k, offset in enumerate(offsets):
-        mirror = len(offsets) - 1 - k
-        if symmetric and mirror < k:
-            rows, source = in_rows[mirror], out_rows[mirror]
-        else:
-            queries = [cache[add] for cache, add in zip(axes, offset, strict=True)]
-            torch.add(batch, queries[0][0], out=key).add_(queries[1][0]).add_(queries[2][0])
-            torch.searchsorted(in_order, key, out=place)
-            torch.eq(torch.index_select(ordered, 0, place, out=seen), key, out=hit)
-            hit &= place < n_in
-            for _, ok in queries:
-                if ok is not None:
-                    hit &= ok
-            found = torch.nonzero(hit).flatten()
-            rows, source = out_row[found], in_row[place[found]]
-        neighbour.fill_(-1)
-        neighbour[rows] = source
-        out_rows.append(torch.nonzero(neighbour >= 0).flatten())
-        in_rows.append(neighbour[out_rows[-1]])
-    kptr = [0, *itertools.accumulate(len(rows) for rows in out_rows)]
-    starts = torch.tensor(kptr, dtype=torch.int64, device=coords.device)
-    return [torch.cat(in_rows), torch.cat(out_rows), starts]
-
-
-def _axis_query(
-    column: torch.Tensor, mul: int, add: int, div: int, axis: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Part of the packed query key that an int64 column makes, and which rows have one (None: all)."""
-    query = column + add if mul == 1 else column * mul + add
-    ok = (query >= COORD_MIN * div) & (query <= COORD_MAX * div)
-    if div != 1:
-        ok &= query % div == 0
-        query = query.div(div, rounding_mode="floor")
-    return pack_axis(query, axis), None if bool(ok.all()) else ok

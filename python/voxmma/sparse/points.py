@@ -15,21 +15,16 @@ import torch
 from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import as_tensor, real_numbers
-from voxmma.sparse.coords import (
-    BATCH_MAX,
-    COORD_MAX,
-    COORD_MIN,
-    CoordSet,
+from voxmma.sparse.checks import (
     check_batch_size,
     explain_unpackable,
-    find_keys,
     first_unpackable,
-    kernels_take,
     narrow,
-    pack,
     resolve_batch_size,
-    unpack,
 )
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.index import kernels_take
+from voxmma.sparse.packing import BATCH_MAX, COORD_MAX, COORD_MIN, find_keys, pack, unpack
 
 Number = float  # Voxels.float hides the built-in inside that class
 

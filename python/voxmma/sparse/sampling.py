@@ -11,8 +11,9 @@ import torch
 from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import as_tensor
-from voxmma.sparse.coords import COORD_MAX, kernels_take
+from voxmma.sparse.index import kernels_take
 from voxmma.sparse.interpolate import Interpolate, weighted
+from voxmma.sparse.packing import COORD_MAX
 from voxmma.sparse.points import (
     FEATURE_DTYPES,
     check_batch,

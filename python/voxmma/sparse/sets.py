@@ -7,17 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from voxmma._types import Triple, as_tensor, triple
-from voxmma.sparse.coords import CoordSet, check_columns, find_keys, pack, unpack
+from voxmma.sparse.checks import check_columns
+from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.derive import DEFAULT_MAX_VOXELS
-from voxmma.sparse.maps import (
-    MAX_STRIDE,
-    _coord_set,
-    check_outputs,
-    coarser_set,
-    geometry_of,
-    made_from,
-    output_padding_triple,
-)
+from voxmma.sparse.geometry import MAX_STRIDE, check_outputs, geometry_of, output_padding_triple
+from voxmma.sparse.levels import coarser_set, made_from
+from voxmma.sparse.maps import _coord_set
+from voxmma.sparse.packing import find_keys, pack, unpack
 from voxmma.sparse.tensor import Voxels
 
 # ---- sets from sets ----------------------------------------------------------------------------------------

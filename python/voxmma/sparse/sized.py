@@ -19,9 +19,11 @@ from typing import NamedTuple
 import torch
 
 from voxmma._extension import _C
-from voxmma.sparse.coords import Bounds, find_rows, first_duplicate, pack, unpack
+from voxmma.sparse.build import cpu_pairs, size_tensor
 from voxmma.sparse.derive import _NONE, Derived, _candidates, _distinct, reach
-from voxmma.sparse.maps import Geometry, cpu_pairs, plan_rule, size_tensor
+from voxmma.sparse.geometry import Geometry, plan_rule
+from voxmma.sparse.packing import Bounds, find_rows, first_duplicate, pack, unpack
+from voxmma.sparse.points import _combine, _runs, grid_positions
 
 _INT32 = torch.iinfo(torch.int32)
 _EMPTY = (*[_INT32.max] * 4, *[_INT32.min] * 4)
@@ -64,6 +66,63 @@ def index_sized(coords: torch.Tensor, count: torch.Tensor, bounds: Bounds, statu
     inner = torch.cat(torch.aminmax(rows[good], dim=0)) if len(good) else rows.new_tensor(_EMPTY)
     index = _room(keys, len(coords), _NONE), _room(torch.cat([order, bad]), len(coords))
     return SizedSet(coords, count, inner, index, bounds)
+
+
+LONGEST = 8191
+"""points of a voxel that are added up on a GPU"""
+
+
+def voxels_sized(
+    points: torch.Tensor,
+    batch: torch.Tensor | None,
+    feats: torch.Tensor,
+    count: torch.Tensor,
+    grid: tuple[Sequence[float], Sequence[float], str],
+    box: torch.Tensor,
+    capacity: int,
+    status: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Voxels.from_points of the first `count` points: coordinates, features and number of the voxels.
+
+    grid: edges of a cell, origin, and 'mean' or 'sum'. box: (2, 4) int32, where cells have to lie.
+
+    status: [voxels, smallest point row whose cell is outside `box`, that is of no sample or not finite, or
+    -1; most points of a voxel, unused]. Bad points are left out. Where there are more voxels than `capacity`,
+    there are none; on a GPU voxels of more than `LONGEST` points have wrong features.
+    """
+    edge, origin, reduce = grid
+    if not points.is_cuda:
+        number = _number(count, points)
+        cells = torch.floor(grid_positions(points[:number], edge, origin))
+        samples = cells.new_zeros(number) if batch is None else batch[:number]
+        cells = torch.cat([samples.unsqueeze(1).to(cells.dtype), cells], dim=1)
+        inside = ((cells >= box[0]) & (cells <= box[1])).all(1)
+        bad = torch.nonzero(~inside).flatten()
+        keys, order = torch.sort(pack(cells[inside].long()), stable=True)
+        start, longest = _runs(keys)
+        _tell(status, len(start), int(bad[0]) if len(bad) else -1, longest, 0)
+        made = len(start) if len(start) <= capacity else 0
+        merged = _combine(feats[:number][inside], order, start, longest, reduce)[:made]
+        coords = unpack(keys[start])[:made]
+        return _room(coords, capacity), _room(merged, capacity), torch.tensor([made], dtype=torch.int64)
+    rows = torch.arange(len(points), device=points.device)
+    cells = _C.cells_of_points(points, batch, origin, edge)
+    there, inside = rows < count, ((cells >= box[0]) & (cells <= box[1])).all(1)
+    good = there & inside
+    ordered, order = torch.sort(torch.where(good, pack(cells), _NONE), stable=True)
+    fresh = ordered < _NONE
+    fresh[1:] &= ordered[1:] != ordered[:-1]
+    run = torch.cumsum(fresh, 0)
+    total, last = run[-1:], good.sum().view(1)
+    start = last.repeat(capacity + 2)  # the last takes the others
+    start.scatter_(0, torch.where(fresh & (run <= capacity + 1), run - 1, capacity + 1), rows)
+    begin = start[: capacity + 1]
+    coords = cells[order[begin[:-1].clamp(max=len(points) - 1)]]
+    merged = _C.merge_runs(feats, order.int(), begin.int(), LONGEST, reduce == "mean", False)
+    bad = torch.where(there & ~inside, rows, len(points)).amin().view(1)
+    bad = torch.where(bad < len(points), bad, -1)
+    torch.cat([total, bad, begin.diff().amax().view(1), torch.zeros_like(total)], out=status)
+    return coords, merged, torch.where(total <= capacity, total, 0)
 
 
 def derive_sized(source: SizedSet, made: Derived, capacity: int, status: torch.Tensor) -> SizedSet:

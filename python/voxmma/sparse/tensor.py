@@ -11,17 +11,11 @@ import torch
 import torch.utils._pytree as pytree
 
 from voxmma._types import Triple, as_tensor, integer, positive_triple, three_integers
-from voxmma.sparse.coords import (
-    BATCH_MAX,
-    COORD_MAX,
-    COORD_MIN,
-    CoordSet,
-    check_columns,
-    check_inside,
-    check_spatial_shape,
-    gather_rows,
-)
+from voxmma.sparse.checks import check_columns, check_inside, check_spatial_shape
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.index import gather_rows
 from voxmma.sparse.keyed import MapsByKey
+from voxmma.sparse.packing import BATCH_MAX, COORD_MAX, COORD_MIN
 from voxmma.sparse.points import FEATURE_DTYPES, REDUCTIONS, Number, merge, quantize
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 
 from voxmma.compat.kernels import turned
 from voxmma.compat.MinkowskiEngine.MinkowskiCommon import check_dimension, convert_to_int_list
-from voxmma.sparse.maps import Geometry, padding_triple
+from voxmma.sparse.geometry import Geometry, padding_triple
 
 
 class RegionType(enum.IntEnum):

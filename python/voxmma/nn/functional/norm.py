@@ -7,13 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.overrides import has_torch_function
 
 from voxmma._dynamo import eager
 from voxmma._types import positive
+from voxmma.dispatch.epilogue import one_pass
 from voxmma.nn.functional.activation import follow
 from voxmma.ops.cpu import ACTIVATIONS
-from voxmma.sparse.points import FEATURE_DTYPES
 from voxmma.sparse.segments import sample_mean, spread, statistics_break
 from voxmma.sparse.tensor import Voxels
 
@@ -63,9 +62,10 @@ def norm_act(
     """`activation(batch_norm(x, training=True) + residual)`, (N, C) -> (N, C), on Voxels or a tensor.
 
     activation: 'none', 'relu', 'leaky_relu' with its slope, 'silu' or 'gelu' (erf). residual: as x, on the
-    coordinate set of x. On a GPU one pass makes the statistics, one the result, and two the gradient; sums of
-    the rows in a fixed order, rounded once (docs/precision.md), and x, statistics and residual (of relu the
-    result) are kept for the gradient. Else, and under torch.compile, torch's functions one after another.
+    coordinate set of x. On a GPU one pass makes the statistics, one the result, and two the gradient (docs/
+    precision.md); sums of the rows are made in a fixed order. x and the statistics are kept for the gradient,
+    with a residual also a bit a cell (relu, leaky_relu) or the residual (silu, gelu). Else, and under
+    torch.compile, torch's functions one after another.
 
     ValueError for another activation, or a residual on other coordinates.
     """
@@ -78,7 +78,7 @@ def norm_act(
         raise ValueError("residual must be on the coordinate set of x: x.with_feats(x.align(residual))")
     numbers = (weight, bias, running_mean, running_var)
     if one_pass(rows, added, numbers):
-        y, _ = torch.ops.voxmma.norm_act(rows, *numbers, momentum, eps, added, activation, slope)
+        y, _, _ = torch.ops.voxmma.norm_act(rows, *numbers, None, momentum, eps, added, activation, slope)
     else:
         y = batch_norm(rows, running_mean, running_var, weight, bias, True, momentum, eps)
         y = ACTIVATIONS[activation](y if added is None else y + added, slope)
@@ -87,22 +87,20 @@ def norm_act(
     return x._after(y, f"norm_act({activation})") if added is None else x.with_feats(y)
 
 
-def one_pass(
-    x: torch.Tensor, residual: torch.Tensor | None, numbers: tuple[torch.Tensor | None, ...]
-) -> bool:
-    """Whether the kernels take this call: a GPU, rows of one dtype, two or more, nobody who watches."""
-    if not x.is_cuda or torch.compiler.is_compiling() or x.dtype not in FEATURE_DTYPES or x.shape[0] < 2:
-        return False
-    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
-        return False
-    halves = (torch.float16, torch.bfloat16)
-    taken = (x.dtype, torch.float32) if x.dtype in halves else (x.dtype,)
-    mean, var = numbers[2:]
-    if (mean is None) != (var is None) or (mean is not None and var is not None and mean.dtype != var.dtype):
-        return False
-    return all(t is None or (t.dtype in taken and t.is_contiguous()) for t in numbers) and not (
-        has_torch_function((x, residual, *numbers))
-    )
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over the ranks of a group, on every rank; so is its gradient. torch's own differentiable
+    all_reduce is another one in every other version."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _SumOverRanks.apply(grad, ctx.group), None
 
 
 def sync_batch_norm(
@@ -121,16 +119,15 @@ def sync_batch_norm(
     in, also one without voxels. Statistics in fp32 (fp64 for fp64). Running statistics (or None) are updated
     in place when the ranks hold two voxels or more together.
     """
-    from torch.distributed.nn.functional import all_reduce
 
     def normalise(feats: torch.Tensor) -> torch.Tensor:
         values = _wide(feats)
         rows = values.new_full((1,), feats.shape[0])
-        total = all_reduce(torch.cat([values.sum(0), rows]), group=group)
+        total = _SumOverRanks.apply(torch.cat([values.sum(0), rows]), group)
         count = total[-1].detach()
         mean = total[:-1] / count.clamp(min=1)
         centred = values - mean
-        squares = all_reduce(centred.square().sum(0), group=group)
+        squares = _SumOverRanks.apply(centred.square().sum(0), group)
         var = squares / count.clamp(min=1)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():

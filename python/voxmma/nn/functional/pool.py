@@ -17,7 +17,8 @@ from voxmma._dynamo import eager
 from voxmma.dispatch.config import KernelSize, kernel_triple
 from voxmma.dispatch.mapping import Target, Window, resolve_map
 from voxmma.sparse.coords import CoordSet
-from voxmma.sparse.maps import Geometry, KernelMap, geometry_of, traceable
+from voxmma.sparse.geometry import Geometry, geometry_of
+from voxmma.sparse.maps import KernelMap, traceable
 from voxmma.sparse.points import FEATURE_DTYPES
 from voxmma.sparse.segments import sample_argmax, sample_mean, sample_sum, statistics_break
 from voxmma.sparse.tensor import Voxels

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
 from voxmma.dispatch.calls import call
-from voxmma.dispatch.epilogue import Activation, Epilogue, Norm
+from voxmma.dispatch.epilogue import Activation, Epilogue, Norm, one_pass
 from voxmma.dispatch.observers import observed
 from voxmma.nn.functional.activation import apply_module
-from voxmma.nn.functional.norm import norm_act, one_pass
 from voxmma.nn.modules import activation, norm
 from voxmma.nn.modules.sparse_conv import _PLAIN as _CONVOLUTIONS
 from voxmma.sparse.tensor import Voxels
@@ -92,6 +91,21 @@ def norm_of(layer: Any) -> Norm | None:
     return Norm(mean, var, parameters["weight"], parameters["bias"], layer.eps, name)
 
 
+def training_norm_of(layer: Any, x: Tensor) -> Norm | None:
+    """A layer in training as a norm by the statistics of its rows, on the device of `x`, and of this process;
+    None where it is none, counts batches for an average, or has no kernels."""
+    name = _NORMS.get(type(layer))
+    if name is None or not layer.training or not x.is_cuda or layer.momentum is None:
+        return None
+    if not untouched(layer) or (type(layer) is norm.SyncBatchNorm and dist.is_initialized()):
+        return None
+    own, parameters = layer._buffers, layer._parameters
+    if "weight" not in parameters or "bias" not in parameters:
+        return None
+    numbers = own.get("running_mean"), own.get("running_var"), parameters["weight"], parameters["bias"]
+    return Norm(*numbers, layer.eps, name, layer.momentum, own.get("num_batches_tracked"))
+
+
 def activation_of(layer: Any) -> Activation | None:
     """A layer as an activation of the epilogue; None where it is none."""
     what = _ACTIVATIONS.get(type(layer))
@@ -99,11 +113,14 @@ def activation_of(layer: Any) -> Activation | None:
     return None if found is None else Activation(*found, type(layer).__name__)
 
 
-def epilogue_of(layers: Sequence[nn.Module | Add], first: int) -> tuple[Epilogue | None, int]:
-    """What may follow a convolution, of the layers from `first` on: norm, sum, activation, in this order; and
-    the layer after it. None where nothing may."""
+def epilogue_of(layers: Sequence[nn.Module | Add], first: int, x: Tensor) -> tuple[Epilogue | None, int]:
+    """What may follow a convolution of rows `x`, of the layers from `first` on: norm, sum, activation, in
+    this order; and the layer after it. None where nothing may."""
     at, end = first, len(layers)
-    found = norm_of(layers[at]) if at < end else None
+    found = otherwise = None
+    if at < end and type(layers[at]) in _NORMS:
+        after: Any = layers[at]
+        found = training_norm_of(after, x) if after.training else norm_of(after)
     at += found is not None
     add = layers[at] if at < end else None
     at += isinstance(add, Add)
@@ -111,17 +128,21 @@ def epilogue_of(layers: Sequence[nn.Module | Add], first: int) -> tuple[Epilogue
     at += act is not None
     if at == first:
         return None, at
+    if found is not None and found.momentum is not None:
+        otherwise = functools.partial(run_layers, layers[first:at])
     if isinstance(add, Add):
-        return Epilogue(found, add.residual, act, add.first), at
-    return Epilogue(found, None, act), at
+        return Epilogue(found, add.residual, act, add.first, otherwise), at
+    return Epilogue(found, None, act, False, otherwise), at
 
 
 def run_layers(layers: Sequence[nn.Module | Add], x: Any) -> Any:
     """The layers one after another on Voxels; plain torch modules (`is_plain`) on the features.
 
-    A convolution of voxmma.nn and the BatchNorm in evaluation, sum and activation (ReLU, LeakyReLU, SiLU,
-    GELU with erf) behind it run as one launch, rounded once at its end, where none of them has a hook or a
-    forward of its own and no gradient is asked for. Otherwise each runs by itself.
+    A convolution of voxmma.nn and the BatchNorm, sum and activation (ReLU, LeakyReLU, SiLU, GELU with erf)
+    behind it run as one call where none of them has a hook or a forward of its own: with the BatchNorm in
+    evaluation and no gradient asked for one launch, rounded once at its end; in training, on a GPU, one node
+    of the graph, in which norm, sum and activation share their passes, as without a convolution before them.
+    Otherwise each runs by itself.
     """
     at = 0
     single = torch.compiler.is_compiling() or watched(x)
@@ -134,28 +155,25 @@ def run_layers(layers: Sequence[nn.Module | Add], x: Any) -> Any:
         if not single and type(layer) in _CONVOLUTIONS and isinstance(x, Voxels) and untouched(layer):
             conv: Any = layer
             own = conv._parameters
-            then, end = epilogue_of(layers, at)
+            then, end = epilogue_of(layers, at, x._feats)
             if then is not None and "weight" in own and "bias" in own:
                 x = call(conv.config, x, own["weight"], own["bias"], then=then)
                 at = end
                 continue
-        if not single and type(layer) in _NORMS and layer.training and isinstance(x, Voxels):
-            end = at + behind_training(layer, layers, at, x)
-            if end > at:
-                x = train(layer, layers[at:end], x)
+        if not single and isinstance(x, Voxels):
+            trained = training_norm_of(layer, x._feats)
+            end = at if trained is None else at + behind_training(trained, layers, at, x)
+            if trained is not None and end > at:
+                x = train(trained, layers[at:end], x)
                 at = end
                 continue
         x = apply_module(layer, x) if is_plain(layer) else layer(x)
     return x
 
 
-def behind_training(layer: Any, layers: Sequence[nn.Module | Add], first: int, x: Voxels) -> int:
+def behind_training(found: Norm, layers: Sequence[nn.Module | Add], first: int, x: Voxels) -> int:
     """How many layers behind a norm in training, the `first` of them there, run in its pass: a sum, an
-    activation. Only on a GPU, where there are kernels for it, and by the statistics of this process."""
-    if not x._feats.is_cuda or not untouched(layer) or layer.momentum is None:
-        return 0
-    if type(layer) is norm.SyncBatchNorm and dist.is_initialized():
-        return 0
+    activation."""
     at, rows = first, None
     add = layers[first] if first < len(layers) else None
     if isinstance(add, Add):
@@ -163,21 +181,18 @@ def behind_training(layer: Any, layers: Sequence[nn.Module | Add], first: int, x
             return 0
         at, rows = first + 1, add.residual._feats
     at += int(at < len(layers) and activation_of(layers[at]) is not None)
-    numbers = layer.weight, layer.bias, layer.running_mean, layer.running_var
+    numbers = found.weight, found.bias, found.mean, found.var
     return at - first if at > first and one_pass(x._feats, rows, numbers) else 0
 
 
-def train(layer: Any, behind: Sequence[nn.Module | Add], x: Voxels) -> Voxels:
+def train(found: Norm, behind: Sequence[nn.Module | Add], x: Voxels) -> Voxels:
     """A norm in training and what is behind it, as torch's layer counts batches and keeps statistics."""
-    if layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
     add = behind[0] if isinstance(behind[0], Add) else None
     act = activation_of(behind[-1])
     kind, slope, name = act or ("none", 0.0, "")
     rows = None if add is None else add.residual._feats
-    running = layer.running_mean, layer.running_var
-    numbers = (*running, layer.weight, layer.bias, layer.momentum, layer.eps)
-    y = norm_act(x._feats, *numbers, rows, kind, slope)
+    numbers = found.weight, found.bias, found.mean, found.var, found.batches, found.momentum, found.eps
+    y, _, _ = torch.ops.voxmma.norm_act(x._feats, *numbers, rows, kind, slope)
     if add is not None:
         return Voxels._make(x._coord_set, y, x._stride)
-    return x._after(y, f"{_NORMS[type(layer)]} (fused)")._after(y, f"{name} (fused)")
+    return x._after(y, f"{found.name} (fused)")._after(y, f"{name} (fused)")

@@ -14,7 +14,8 @@ from voxmma.dispatch.mapping import Target
 from voxmma.nn.functional import pool as F
 from voxmma.nn.modules.sparse_conv import KernelSize2d
 from voxmma.sparse.derive import check_max_voxels
-from voxmma.sparse.maps import Geometry, KernelMap, padding_triple
+from voxmma.sparse.geometry import Geometry, padding_triple
+from voxmma.sparse.maps import KernelMap
 from voxmma.sparse.tensor import Voxels
 
 

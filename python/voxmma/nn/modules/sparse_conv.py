@@ -16,7 +16,8 @@ from voxmma.dispatch.calls import call
 from voxmma.dispatch.config import ConvConfig, KernelSize, check_window, fp16_accum_flag
 from voxmma.dispatch.mapping import Target, resolve_map
 from voxmma.sparse.coords import CoordSet
-from voxmma.sparse.maps import KernelMap, padding_triple
+from voxmma.sparse.geometry import padding_triple
+from voxmma.sparse.maps import KernelMap
 from voxmma.sparse.sets import output_coords
 from voxmma.sparse.tensor import Voxels
 

@@ -25,7 +25,7 @@ from voxmma.dispatch.calls import call
 from voxmma.dispatch.config import ConvConfig
 from voxmma.dispatch.epilogue import Epilogue
 from voxmma.nn.modules.sparse_conv import SparseConv3d as _SparseConv3d
-from voxmma.sparse.maps import Geometry
+from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.tensor import Voxels
 
 _VOXELS_SEEN = "max_num_voxels_during_training"

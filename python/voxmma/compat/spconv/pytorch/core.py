@@ -15,7 +15,8 @@ from voxmma._types import Triple, as_tensor, integer, integers
 from voxmma.compat.spconv.core import ConvAlgo
 from voxmma.dispatch.record import Record
 from voxmma.sparse.coords import CoordSet
-from voxmma.sparse.maps import Geometry, KernelMap, kernel_map
+from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.maps import KernelMap, kernel_map
 from voxmma.sparse.tensor import Voxels
 
 _ONE = (1, 1, 1)

@@ -11,7 +11,14 @@ from torch import nn
 
 from voxmma.compat.spconv.core import missing
 from voxmma.compat.spconv.pytorch.core import SparseConvTensor
-from voxmma.nn.modules.fusing import behind_training, epilogue_of, train, untouched, watched
+from voxmma.nn.modules.fusing import (
+    behind_training,
+    epilogue_of,
+    train,
+    training_norm_of,
+    untouched,
+    watched,
+)
 
 
 class SparseModule(nn.Module):
@@ -110,18 +117,19 @@ class SparseSequential(SparseModule):
                 input = layer(input)
                 continue
             if not single and _opens(layer):
-                then, end = epilogue_of(layers, at)
+                then, end = epilogue_of(layers, at, input._features)
                 if end > at:
                     input, at = layer(input, None, then), end
                     continue
             if isinstance(layer, _TAKE_TENSORS):
                 input = layer(input)
                 continue
-            if not single and type(layer) is nn.BatchNorm1d and layer.training and input._features.is_cuda:
+            found = None if single else training_norm_of(layer, input._features)
+            if found is not None:
                 x = input.voxels
-                end = at + behind_training(layer, layers, at, x)
+                end = at + behind_training(found, layers, at, x)
                 if end > at:
-                    y = train(layer, layers[at:end], x)
+                    y = train(found, layers[at:end], x)
                     input, at = input._with(y._feats), end
                     input._record, input._applied = y._record, y._applied
                     continue

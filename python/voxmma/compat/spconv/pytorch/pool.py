@@ -11,7 +11,8 @@ from voxmma.compat.spconv.pytorch.conv import _VOXELS_SEEN
 from voxmma.compat.spconv.pytorch.core import _ONE, IndiceData, Places, SparseConvTensor, padded, sizes
 from voxmma.compat.spconv.pytorch.modules import SparseModule
 from voxmma.nn.functional import pool
-from voxmma.sparse.maps import Geometry, kernel_map
+from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.maps import kernel_map
 
 
 class _Pool(SparseModule):

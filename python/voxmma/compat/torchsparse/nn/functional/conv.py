@@ -23,7 +23,7 @@ from voxmma.dispatch.calls import call
 from voxmma.dispatch.config import ConvConfig, config_of
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.derive import Derived, windows
-from voxmma.sparse.maps import Geometry, padding_triple
+from voxmma.sparse.geometry import Geometry, padding_triple
 from voxmma.sparse.sets import downsample
 
 __all__ = ["conv3d"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from voxmma.sparse.coords import find_keys
+from voxmma.sparse.packing import find_keys
 
 __all__ = ["sphashquery"]
 

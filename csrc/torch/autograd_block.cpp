@@ -1,0 +1,108 @@
+// Convolution, batch norm in training, sum and activation as one node: nothing runs between them, either way, but launches.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/custom_class.h>
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <utility>
+
+#include "ops.h"
+
+namespace voxmma {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// What a node keeps beside tensors, in one piece.
+struct Block : torch::CustomClassHolder {
+  std::shared_ptr<const Plan> plan;
+  int64_t n_out;
+  OptDtype out_dtype;
+  ConvTypes types;
+  NormCall norm;
+  bool of_residual;
+  Block(std::shared_ptr<const Plan> p, int64_t n, OptDtype dtype, ConvTypes t, NormCall call, bool residual)
+      : plan(std::move(p)),
+        n_out(n),
+        out_dtype(dtype),
+        types(std::move(t)),
+        norm(std::move(call)),
+        of_residual(residual) {}
+};
+
+Tensor convolve(const Plan& plan, int64_t n_out, OptDtype out_dtype, const Tensor& x, const Tensor& weight,
+                const OptTensor& bias) {
+  return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose, plan.accumulator,
+                        plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
+}
+
+class BlockFunction : public torch::autograd::Function<BlockFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                        const OptTensor& norm_weight, const OptTensor& norm_bias, const OptTensor& residual,
+                        const std::shared_ptr<const Plan>& plan, int64_t n_out, OptDtype out_dtype,
+                        const NormCall& norm) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const Tensor h = convolve(*plan, n_out, out_dtype, x, weight, bias);
+    const Normed made = norm_forward(norm, h, norm_weight, norm_bias, residual, /*keep=*/true);
+    ctx->set_materialize_grads(false);
+    const bool kept = residual.has_value() && keeps_residual(norm.activation);
+    ctx->save_for_backward({x, weight, bias.value_or(Tensor()), norm_weight.value_or(Tensor()),
+                            norm_bias.value_or(Tensor()), h, made.stats, kept ? *residual : Tensor(),
+                            made.passed.numel() != 0 ? made.passed : Tensor()});
+    NormCall call{std::nullopt, std::nullopt, std::nullopt, norm.momentum, norm.eps, norm.activation, norm.slope};
+    ctx->saved_data["block"] = c10::IValue::make_capsule(
+        c10::make_intrusive<Block>(plan, n_out, out_dtype, ConvTypes(x, weight), std::move(call),
+                                   residual.has_value() && residual->requires_grad()));
+    return made.y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list out(10);
+    if (!grads[0].defined()) return out;
+    NoAutocast no_autocast;
+    const auto block = c10::static_intrusive_pointer_cast<Block>(ctx->saved_data["block"].toCapsule());
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &bias = saved[2], &norm_weight = saved[3], &norm_bias = saved[4];
+    Tensor h = saved[5];
+    if (at::GradMode::is_enabled()) {  // a gradient of this one goes through the convolution, too
+      h = convolve(*block->plan, block->n_out, block->out_dtype, x, weight,
+                   bias.defined() ? OptTensor(bias) : std::nullopt);
+    }
+    const NormGradients of = norm_gradients(block->norm, grads[0].to(h.scalar_type()), h, norm_weight, norm_bias,
+                                            saved[6], saved[7], saved[8], block->of_residual);
+    const Tensor dy = of.x.to(block->types.x_dtype);
+    if (ctx->needs_input_grad(0)) out[0] = conv_gradient_of_x(*block->plan, block->types, dy, weight);
+    if (ctx->needs_input_grad(1)) out[1] = conv_gradient_of_weight(*block->plan, block->types, dy, x);
+    if (bias.defined() && bias.requires_grad()) out[2] = conv_gradient_of_bias(of.x, bias.scalar_type());
+    if (norm_weight.defined()) out[3] = of.weight.to(norm_weight.scalar_type());
+    if (norm_bias.defined()) out[4] = of.bias.to(norm_bias.scalar_type());
+    out[5] = of.residual;
+    return out;
+  }
+};
+
+}  // namespace
+
+Tensor conv_norm_act(const std::shared_ptr<const Plan>& plan, int64_t n_out, OptDtype out_dtype, const NormCall& norm,
+                     const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& norm_weight,
+                     const OptTensor& norm_bias, const OptTensor& residual) {
+  const Tensor none;
+  const auto of = [&](const OptTensor& t) { return t.has_value() ? &*t : &none; };
+  const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+  if (transformed || !needs_node({&x, &weight, of(bias), of(norm_weight), of(norm_bias), of(residual)})) {
+    return norm_forward(norm, convolve(*plan, n_out, out_dtype, x, weight, bias), norm_weight, norm_bias, residual,
+                        /*keep=*/false)
+        .y;
+  }
+  const Tensor y =
+      BlockFunction::apply(x, weight, bias, norm_weight, norm_bias, residual, plan, n_out, out_dtype, norm);
+  for (const OptTensor* written : {&norm.running_mean, &norm.running_var, &norm.batches}) {
+    if (written->has_value()) (*written)->unsafeGetTensorImpl()->bump_version();
+  }
+  return y;
+}
+
+}  // namespace voxmma

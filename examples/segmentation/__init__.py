@@ -1,0 +1,1 @@
+"""The parts of `examples/segment.py`, one concern a file: formats, data, run, checkpoint, evaluation."""

@@ -1,0 +1,222 @@
+#include "rows.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+namespace vxm {
+
+namespace {
+
+constexpr int kThreads = 256;
+
+unsigned blocks_for(int64_t count) {
+  constexpr int64_t kMost = 1 << 16;  // the others are reached by striding
+  return static_cast<unsigned>(std::clamp<int64_t>((count + kThreads - 1) / kThreads, 1, kMost));
+}
+
+__device__ int64_t first_index() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
+__device__ int64_t grid_step() { return int64_t{gridDim.x} * blockDim.x; }
+
+__device__ float widen(__half x) { return __half2float(x); }
+__device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ float widen(float x) { return x; }
+__device__ double widen(double x) { return x; }
+__device__ void narrow(float x, __half* to) { *to = __float2half_rn(x); }
+__device__ void narrow(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
+__device__ void narrow(float x, float* to) { *to = x; }
+__device__ void narrow(double x, double* to) { *to = x; }
+
+__device__ int64_t rows_there(const int64_t* count, int64_t n) { return *count < 0 ? 0 : *count < n ? *count : n; }
+
+__global__ void store(int64_t* to, int64_t value) { *to = value; }
+
+template <class T>
+__global__ void copy_elements(Strided d, const T* from, T* to, int64_t count) {
+  for (int64_t i = first_index(); i < count; i += grid_step()) {
+    int64_t rest = i, a = 0, b = 0;
+    for (int k = d.dims - 1; k >= 0; --k) {
+      const int64_t at = rest % d.shape[k];
+      rest /= d.shape[k];
+      a += at * d.from[k];
+      b += at * d.to[k];
+    }
+    to[b] = from[a];
+  }
+}
+
+template <class T>
+__global__ void pad(const T* from, T* to, int64_t count, int64_t channels, int64_t padded) {
+  for (int64_t i = first_index(); i < count; i += grid_step()) {
+    const int64_t row = i / padded, c = i % padded;
+    to[i] = c < channels ? from[row * channels + c] : T{};
+  }
+}
+
+template <class T>
+__global__ void keep(const T* from, T* to, int64_t n, int64_t width, const int64_t* count) {
+  const int64_t used = rows_there(count, n) * width;
+  for (int64_t i = first_index(); i < n * width; i += grid_step()) to[i] = i < used ? from[i] : T{};
+}
+
+template <class T>
+__global__ void add(const T* a, const T* b, T* to, int64_t count) {
+  for (int64_t i = first_index(); i < count; i += grid_step()) narrow(widen(a[i]) + widen(b[i]), to + i);
+}
+
+template <class T>
+__global__ void relu(const T* from, T* to, int64_t count) {
+  for (int64_t i = first_index(); i < count; i += grid_step()) {
+    const auto x = widen(from[i]);
+    narrow(x < 0 ? decltype(x + x){0} : x, to + i);
+  }
+}
+
+template <class T>
+__global__ void not_finite(const T* x, int64_t n, int64_t channels, const int64_t* count, unsigned long long* status) {
+  const int64_t used = rows_there(count, n) * channels;
+  for (int64_t i = first_index(); i < used; i += grid_step()) {
+    if (!isfinite(widen(x[i]))) atomicMin(status, static_cast<unsigned long long>(i / channels));
+  }
+}
+
+template <class T>
+__global__ void scatter(Grid grid, const T* x, int64_t width, const int* coords, int64_t n, const int64_t* count, T* to,
+                        unsigned long long* status) {
+  const int64_t used = rows_there(count, n) * width;
+  for (int64_t i = first_index(); i < used; i += grid_step()) {
+    const int64_t row = i / width, c = i % width;
+    int64_t cell = coords[4 * row];
+    bool inside = cell >= 0 && cell < grid.samples;
+    for (int a = 0; a < 3; ++a) {
+      const int64_t at = coords[4 * row + 1 + a] - grid.origin[a];
+      inside = inside && at >= 0 && at < grid.shape[a];
+      cell = cell * grid.shape[a] + at;
+    }
+    if (inside) {
+      to[cell * width + c] = x[i];
+    } else if (c == 0) {
+      atomicMin(status, static_cast<unsigned long long>(row));
+    }
+  }
+}
+
+// -1, 0, 0, 0: as an unsigned number above every row.
+cudaError_t clear_status(int64_t* status, cudaStream_t stream) {
+  const cudaError_t error = cudaMemsetAsync(status, 0xff, sizeof(int64_t), stream);
+  return error != cudaSuccess ? error : cudaMemsetAsync(status + 1, 0, 3 * sizeof(int64_t), stream);
+}
+
+template <class F>
+cudaError_t by_bytes(int bytes, const F& f) {
+  switch (bytes) {
+    case 1: f(uint8_t{}); break;
+    case 2: f(uint16_t{}); break;
+    case 4: f(uint32_t{}); break;
+    case 8: f(uint64_t{}); break;
+    default: f(uint4{});
+  }
+  return cudaGetLastError();
+}
+
+template <class F>
+cudaError_t by_number(Number type, const F& f) {
+  switch (type) {
+    case Number::f16: f(__half{}); break;
+    case Number::bf16: f(__nv_bfloat16{}); break;
+    case Number::f32: f(float{}); break;
+    case Number::f64: f(double{}); break;
+  }
+  return cudaGetLastError();
+}
+
+// The widest words that rows consist of; memory is aligned for them.
+int word_bytes(int64_t row_bytes) {
+  return row_bytes % 16 == 0 ? 16 : row_bytes % 4 == 0 ? 4 : row_bytes % 2 == 0 ? 2 : 1;
+}
+
+}  // namespace
+
+cudaError_t store_number(int64_t* to, int64_t value, cudaStream_t stream) {
+  store<<<1, 1, 0, stream>>>(to, value);
+  return cudaGetLastError();
+}
+
+cudaError_t copy_strided(const Strided& dims, int element_bytes, const void* from, void* to, int64_t count,
+                         cudaStream_t stream) {
+  if (count == 0) return cudaSuccess;
+  return by_bytes(element_bytes, [&](auto kind) {
+    using T = decltype(kind);
+    copy_elements<<<blocks_for(count), kThreads, 0, stream>>>(dims, static_cast<const T*>(from), static_cast<T*>(to),
+                                                              count);
+  });
+}
+
+cudaError_t pad_channels(const void* from, void* to, int element_bytes, int64_t n, int64_t groups, int64_t channels,
+                         int64_t padded, cudaStream_t stream) {
+  const int64_t count = n * groups * padded;
+  if (count == 0) return cudaSuccess;
+  return by_bytes(element_bytes, [&](auto kind) {
+    using T = decltype(kind);
+    pad<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<const T*>(from), static_cast<T*>(to), count, channels,
+                                                    padded);
+  });
+}
+
+cudaError_t keep_rows(const void* from, void* to, int64_t n, int64_t row_bytes, const int64_t* count,
+                      cudaStream_t stream) {
+  if (n * row_bytes == 0) return cudaSuccess;
+  const int word = word_bytes(row_bytes);
+  return by_bytes(word, [&](auto kind) {
+    using T = decltype(kind);
+    const int64_t width = row_bytes / word;
+    keep<<<blocks_for(n * width), kThreads, 0, stream>>>(static_cast<const T*>(from), static_cast<T*>(to), n, width,
+                                                         count);
+  });
+}
+
+cudaError_t add_rows(Number type, const void* a, const void* b, void* to, int64_t count, cudaStream_t stream) {
+  if (count == 0) return cudaSuccess;
+  return by_number(type, [&](auto kind) {
+    using T = decltype(kind);
+    add<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<const T*>(a), static_cast<const T*>(b),
+                                                    static_cast<T*>(to), count);
+  });
+}
+
+cudaError_t relu_rows(Number type, const void* from, void* to, int64_t count, cudaStream_t stream) {
+  if (count == 0) return cudaSuccess;
+  return by_number(type, [&](auto kind) {
+    using T = decltype(kind);
+    relu<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<const T*>(from), static_cast<T*>(to), count);
+  });
+}
+
+cudaError_t find_not_finite(Number type, const void* x, int64_t n, int64_t channels, const int64_t* count,
+                            int64_t* status, cudaStream_t stream) {
+  const cudaError_t error = clear_status(status, stream);
+  if (error != cudaSuccess || n * channels == 0) return error;
+  return by_number(type, [&](auto kind) {
+    using T = decltype(kind);
+    not_finite<<<blocks_for(n * channels), kThreads, 0, stream>>>(static_cast<const T*>(x), n, channels, count,
+                                                                  reinterpret_cast<unsigned long long*>(status));
+  });
+}
+
+cudaError_t scatter_dense(const Grid& grid, const void* x, int64_t row_bytes, const int* coords, int64_t n,
+                          const int64_t* count, void* to, int64_t to_bytes, int64_t* status, cudaStream_t stream) {
+  cudaError_t error = clear_status(status, stream);
+  if (error == cudaSuccess && to_bytes > 0) error = cudaMemsetAsync(to, 0, static_cast<size_t>(to_bytes), stream);
+  if (error != cudaSuccess || n * row_bytes == 0) return error;
+  const int word = word_bytes(row_bytes);
+  return by_bytes(word, [&](auto kind) {
+    using T = decltype(kind);
+    const int64_t width = row_bytes / word;
+    scatter<<<blocks_for(n * width), kThreads, 0, stream>>>(grid, static_cast<const T*>(x), width, coords, n, count,
+                                                            static_cast<T*>(to),
+                                                            reinterpret_cast<unsigned long long*>(status));
+  });
+}
+
+}  // namespace vxm

@@ -433,8 +433,8 @@ def write_info(kernels: Kernels, folder: Path) -> Path:
     return path
 
 
-def compile_binding(compiler: list[str], torch: Torch, kernels: Kernels) -> tuple[Path, Path]:
-    """The object of the binding for a torch and this Python, and the source of its constants."""
+def compile_binding(compiler: list[str], torch: Torch, kernels: Kernels) -> tuple[list[Path], Path]:
+    """The objects of the binding for a torch and this Python, and the source of its constants."""
     cuda = f"cuda{kernels.version}" if kernels.files else "cpu"
     folder = ROOT / "build" / f"binding-{sysconfig.get_config_var('SOABI')}-torch{torch.version}-{cuda}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -450,7 +450,7 @@ def build_in_place(compiler: list[str], output: Path, env: Mapping[str, str]) ->
     kernels = build_all_kernels(choose_toolkit(env, torch.cuda), torch.cxx11_abi, env)
     made, _ = compile_binding(compiler, torch, kernels)
     libraries = [f"-L{torch.folder / 'lib'}", *(f"-l{name}" for name in binding.LIBRARIES)]
-    binding.link(compiler, output, [str(made), *kernels.files, *libraries, "-Wl,--exclude-libs,ALL"])
+    binding.link(compiler, output, [*map(str, made), *kernels.files, *libraries, "-Wl,--exclude-libs,ALL"])
 
 
 def build_bindings(compiler: list[str], folder: Path, env: Mapping[str, str]) -> None:
@@ -473,7 +473,7 @@ def build_bindings(compiler: list[str], folder: Path, env: Mapping[str, str]) ->
         binding.link(compiler, library, [*kernels.files, *options, *last])
     for torch in torches:
         made, info = compile_binding(compiler, torch, kernels)
-        inputs = [str(made), *portable.absent_libraries(compiler, link / "torch", binding.LIBRARIES)]
+        inputs = [*map(str, made), *portable.absent_libraries(compiler, link / "torch", binding.LIBRARIES)]
         if kernels.files:
             inputs += [str(library), "-Wl,-rpath,$ORIGIN/.", "-Wl,-rpath,$ORIGIN/.."]
         name = binding.folder_of(torch.version, torch.cxx11_abi)

@@ -1,7 +1,7 @@
-"""Builds a wheel for this Python and its torch from what is compiled already, checks it, and runs it as installed.
+"""Builds a wheel for this Python and its torch from what is compiled already, checks and runs it.
 
-Without nvcc, outside of the sources: with the binding in it; then, with that one taken away, as under a torch newer than
-the wheel, where two processes at once compile it; then without a compiler, which is one sentence.
+Without nvcc, outside of the sources: with the binding in it; then, with that one taken away, as under a torch
+newer than the wheel, without a compiler, which is one sentence, and with one, in two processes at once.
 """
 
 from __future__ import annotations

@@ -303,3 +303,34 @@ def torch_table(results: list[Result]) -> str:
     ]
     header = ["torch", "Python", "outcome", "passed", "failed", "skipped", "of", "commit, date"]
     return markdown(header, rows) if rows else "No version has been recorded yet."
+
+
+def wheels_table(results: list[Result]) -> str:
+    """What installed wheels did with each torch and Python."""
+    rows = [
+        [
+            row["torch"],
+            row["python"],
+            row["system"],
+            row["installer"],
+            f"{row['install_seconds']:.0f} s",
+            row["problem"] or "passed",
+            ", ".join(row["ran"]),
+            f"{row['import_seconds']:.2f} s",
+            f"{row['commit']}, {row['date']}",
+        ]
+        for result in results
+        for row in result.get("wheels", [])
+    ]
+    header = [
+        "torch",
+        "Python",
+        "system",
+        "by",
+        "install",
+        "demo and smoke test",
+        "on",
+        "import",
+        "commit, date",
+    ]
+    return markdown(header, rows) if rows else "No wheel has been recorded yet."

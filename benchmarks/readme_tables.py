@@ -28,6 +28,7 @@ from accuracy_tables import (
     sanitizer_table,
     sweep_table,
     torch_table,
+    wheels_table,
 )
 from result_files import Result, gpus_first, load, markdown, number, origin, slug
 from speed_tables import (
@@ -265,6 +266,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "sweep": sweep_table,
     "torch": torch_table,
     "training": training_table,
+    "wheels": wheels_table,
 }
 
 _BLOCK = re.compile(r"(<!-- results:begin (\S+) -->\n).*?(<!-- results:end -->)", re.DOTALL)

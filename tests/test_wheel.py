@@ -57,7 +57,9 @@ def load(name: str) -> ModuleType:
         ("2.11.0", False, "2.11.0-old-abi"),
     ],
 )
-def test_a_binding_serves_the_releases_of_one_minor_version(version: str, abi: bool, folder: str) -> None:
+def test_fault_66_a_binding_serves_the_releases_of_one_minor_version(
+    version: str, abi: bool, folder: str
+) -> None:
     assert _binding.folder_of(version, abi) == folder
 
 
@@ -74,7 +76,7 @@ def test_the_binding_is_that_of_the_torch(tmp_path: Path) -> None:
         assert _extension._choose(bindings, version, {}) == bindings / minor / f"_C{SUFFIX}"
 
 
-def test_a_torch_without_a_binding_is_one_sentence(tmp_path: Path) -> None:
+def test_fault_66_a_torch_without_a_binding_is_one_sentence(tmp_path: Path) -> None:
     bindings = bindings_for(tmp_path, "2.9", "2.10")
     with pytest.raises(
         ImportError, match=r"bindings for torch 2\.9, 2\.10, and none for torch 2\.7\.1, which is"
@@ -132,8 +134,8 @@ print(_binding.compiled_once(bindings, cache, _binding.Torch(folder, "2.99.0", N
 """
 
 
-def test_processes_at_once_compile_once(wheel: Path, tmp_path: Path) -> None:
-    """Both get the same file, which is whole; the compiler ran once to compile and once to link."""
+def test_fault_66_processes_at_once_compile_once(wheel: Path, tmp_path: Path) -> None:
+    """Both get the same file, which is whole; the compiler ran once for each object and once to link."""
     torch_folder, env = small_torch(tmp_path / "torch").folder, counting_compiler(tmp_path)
     command = [sys.executable, "-c", CHILD, str(wheel), str(tmp_path / "cache"), str(torch_folder)]
     running = [
@@ -144,7 +146,7 @@ def test_processes_at_once_compile_once(wheel: Path, tmp_path: Path) -> None:
     assert [process.returncode for process in running] == [0, 0, 0], outputs
     (path,) = {out.strip() for out, _ in outputs}
     assert sum("compiling the binding for torch 2.99.0, once" in said for _, said in outputs) == 1
-    assert len((tmp_path / "runs").read_text().splitlines()) == 2
+    assert len((tmp_path / "runs").read_text().splitlines()) == 3
     code = f"""
 import importlib.util as u
 spec = u.spec_from_file_location("_C", {path!r}); m = u.module_from_spec(spec); spec.loader.exec_module(m)
@@ -156,7 +158,7 @@ def test_what_was_compiled_is_of_these_sources_and_this_torch(wheel: Path, tmp_p
     env, known = counting_compiler(tmp_path), small_torch(tmp_path / "torch")
     first = _binding.compiled_once(wheel, tmp_path / "cache", known, env)
     assert _binding.compiled_once(wheel, tmp_path / "cache", known, env) == first
-    assert len((tmp_path / "runs").read_text().splitlines()) == 2
+    assert len((tmp_path / "runs").read_text().splitlines()) == 3
     (wheel / "csrc" / "include" / "voxmma" / "answer.h").write_text("const int kAnswer = 43;\n")
     assert _binding.compiled_once(wheel, tmp_path / "cache", known, env) != first
     newer = _binding.Torch(known.folder, "2.100.0", None, True)
@@ -198,7 +200,7 @@ extern "C" int %s(int n) {
   std::ostringstream text;
   try { std::rethrow_exception(copies[0]); } catch (int value) { text << value << n; }
   try { new int[static_cast<size_t>(-n)]; return -3; } catch (const std::bad_alloc&) {}
-  return text.str() == "75" ? 0 : -4;
+  return text.str() == "75" && std::move(text).str() == "75" ? 0 : -4;
 }
 """
 
@@ -270,7 +272,7 @@ def test_what_code_a_card_gets(capability: tuple[int, int], code: str) -> None:
     assert doctor.code_for(["8.0", "8.6", "9.0a", "10.0", "12.0+PTX"], capability) == code
 
 
-def test_an_old_driver_is_one_sentence() -> None:
+def test_fault_67_an_old_driver_is_one_sentence() -> None:
     if not _C.HAS_CUDA:
         pytest.skip("a build without kernels")
     for driver, runtime in ((13000, 13000), (13010, 13000), (13000, 12090), (12000, 12090)):

@@ -34,6 +34,7 @@ SHIMS = "".join(
             f"_ZN{_STREAM}C1Ev", f"movl $16, %esi\njmp _ZN{_STREAM}C1ESt13_Ios_Openmode@PLT"
         ),  # ios_base::out
         _shim(f"_ZNKR{_BUFFER}3strEv", f"jmp _ZNK{_BUFFER}3strEv@PLT"),
+        _shim(f"_ZNO{_BUFFER}3strEv", f"jmp _ZNK{_BUFFER}3strEv@PLT"),
         _shim("_ZSt28__throw_bad_array_new_lengthv", "jmp __cxa_throw_bad_array_new_length@PLT"),
         _shim(f"_Z{_POINTER}10_M_releaseEv", f"jmp _Z{_POINTER}D1Ev@PLT"),
         # A copy that is never destroyed adds a reference.

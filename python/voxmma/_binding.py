@@ -142,13 +142,18 @@ def write_changed(path: Path, text: str) -> None:
 
 def compile_binding(
     compiler: list[str], torch: Torch, csrc: Path, info: Path, folder: Path, cuda: bool
-) -> Path:
-    """Compiles the binding to an object in `folder`. info: source of the constants in csrc/torch/module.h."""
+) -> list[Path]:
+    """Compiles the binding to objects in `folder`. info: source of the constants in csrc/torch/module.h.
+
+    They are an object of their own, so that a changed kernel does not recompile the binding.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "binding.cpp"
-    write_changed(source, f'#include "{info}"\n{unit(csrc, cuda)}')
-    compile_object(compile_command(compiler, torch, csrc, cuda), source, folder / "binding.o")
-    return folder / "binding.o"
+    write_changed(source, unit(csrc, cuda))
+    command = compile_command(compiler, torch, csrc, cuda)
+    compile_object(command, source, folder / "binding.o")
+    compile_object(command, info, folder / "build_info.o")
+    return [folder / "binding.o", folder / "build_info.o"]
 
 
 def link(compiler: list[str], output: Path, inputs: list[str]) -> None:
@@ -215,8 +220,9 @@ def compiled_once(bindings: Path, cache: Path, torch: Torch, env: Mapping[str, s
                 libraries = [f"-L{torch.folder / 'lib'}", *(f"-l{name}" for name in LIBRARIES)]
                 if kernels.exists():
                     libraries += [str(kernels), f"-Wl,-rpath,{bindings}"]
-                link(compiler, output, [str(made), *libraries])
-                made.unlink()
+                link(compiler, output, [*map(str, made), *libraries])
+                for path in made:
+                    path.unlink()
     except (subprocess.CalledProcessError, OSError) as error:
         raise BuildError(f"compiling its binding on import failed ({error})") from error
     return output

@@ -28,7 +28,8 @@ def _choose(bindings: Path, version: str, env: dict[str, str]) -> Path:
     if made.exists():
         return made
     has = sorted((p.parent.name for p in bindings.glob(f"*/{file}")), key=_binding.minor_of)
-    what = f"this voxmma has bindings for torch {', '.join(has)}, and none for torch {version}"
+    listed = f"torch {', '.join(has)}" if has else "no torch"
+    what = f"this voxmma has bindings for {listed}, and none for torch {version}"
     if _binding.minor_of(version) < _binding.OLDEST_TORCH:
         raise ImportError(f"{what}, which is older than 2.8: install torch 2.8 or newer")
     cache = Path(env.get("VOXMMA_CACHE_DIR") or "~/.cache/voxmma").expanduser() / "bindings"

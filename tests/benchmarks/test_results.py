@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +291,23 @@ def test_the_table_of_torch_versions_shows_what_failed(tmp_path: Path) -> None:
     text = tables.torch_table([{"torch_versions": [{**row, "commit": "abc", "date": "2026-01-01"}]}])
     assert "test: exit code 1" in text
     assert tables.torch_table([]) == "No version has been recorded yet."
+
+
+# ---- wheels ------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_wheels_shows_what_failed() -> None:
+    wheels = script("wheels")
+    assert wheels.pinned()[0].startswith("2.8.") and len(wheels.pinned()) >= 8
+    assert wheels.tag_of(sys.executable) == f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    row = {
+        "torch": "2.8.0",
+        "python": "3.12.1",
+        "system": "Debian",
+        "installer": "uv",
+        "install_seconds": 7.6,
+    }
+    row |= {"problem": "demo: exit code 1", "ran": ["cpu float32"], "import_seconds": 0.31}
+    text = tables.wheels_table([{"wheels": [{**row, "commit": "abc", "date": "2026-01-01"}]}])
+    assert "demo: exit code 1" in text and "8 s" in text
+    assert tables.wheels_table([]) == "No wheel has been recorded yet."

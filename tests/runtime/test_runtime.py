@@ -107,6 +107,23 @@ class Others(nn.Module):
         return both, self.grow(low), dense.flatten(1, 2), low.coords
 
 
+class Rows(nn.Module):
+    """torch's layers on rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.flat = vnn.Linear(4, 24), nn.Linear(24, 24, bias=False)
+        self.norm, self.conv = vnn.BatchNorm(24), vnn.SparseConv3d(24, 8, 3)
+
+    def forward(self, x: voxmma.Voxels) -> tuple[Any, ...]:
+        y = F.relu(self.norm(self.linear(x)))
+        y = y.with_feats(self.flat(y.feats) * torch.sigmoid(y.feats))
+        feats = y.feats
+        for function in (nn.functional.leaky_relu, nn.functional.gelu, nn.functional.silu):
+            feats = feats + function(feats)
+        return y, self.conv(y), feats
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "second": (lambda: models.SECONDBackbone(4), 4),
     "unet": (
@@ -149,8 +166,15 @@ def stream_of(device: Device) -> int | None:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("second", torch.float32), ("second", torch.float16),
+        ("unet", torch.float32), ("unet", torch.float16),
+        ("resnet", torch.float32), ("resnet", torch.bfloat16), ("others", torch.float32),
+        ("others", torch.float16), ("others", torch.bfloat16), ("others", torch.float64),
+    ],
+)  # fmt: skip
 def test_frames_are_those_of_pythons_engine(
     name: str, dtype: torch.dtype, device: Device, library: Library, tmp_path: Path
 ) -> None:
@@ -166,7 +190,7 @@ def test_frames_are_those_of_pythons_engine(
         save(engine, tmp_path / "net.engine")
         with library.load(tmp_path / "net.engine") as loaded:
             assert bool(loaded.info.cuda) == (device.type == "cuda") and loaded.info.inputs == 1
-            for n in (700, 3, 1, 0, 900):
+            for n in (700, 3, 0, 900):
                 given = frame(n, device, dtype, seed=n, channels=channels)
                 wanted = engine(given).get()
                 agree(loaded, given, wanted, exact or device.type == "cuda")
@@ -335,6 +359,18 @@ def test_points(samples: int, dtype: torch.dtype, device: Device, library: Libra
         assert torch.equal(loaded.read(1)[1], engine(of_python).get()[1].feats.cpu())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_layers_on_rows(dtype: torch.dtype, device: Device, library: Library, tmp_path: Path) -> None:
+    """What torch computes may round otherwise, on a GPU as well."""
+    net = trained(Rows(), device, dtype, False)
+    engine = compile(net, voxmma.Voxels(*frame(300, device, dtype), batch_size=2))
+    save(engine, tmp_path / "net.engine")
+    with library.load(tmp_path / "net.engine") as loaded:
+        for n in (300, 1):
+            given = frame(n, device, dtype, seed=n)
+            agree(loaded, given, engine(given).get(), False)
+
+
 # ---- files -------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +427,7 @@ def test_files_of_another_format(second: Path) -> None:
         _library("cpu").load(second)
 
 
+@pytest.mark.slow
 def test_damaged_files_under_sanitizers(second: Path, tmp_path: Path) -> None:
     """Cut and changed files and programs that lie: refused, or run without touching foreign memory."""
     built = build(

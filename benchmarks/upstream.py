@@ -7,9 +7,9 @@
 
 Each network runs in a process of its own, straight from its file: packages around it are not imported, and
 what a file imports beside torch and spconv (registries, timm, addict, ...) is stood in for. Both libraries
-get the same weights and voxels, in evaluation; fp64 on a CPU, fp32 or `--dtype` on a GPU. `--reference` is a Python that
-has spconv (default: this one, if it has); without one, networks are run and nothing is compared. Times are
-medians of whole forwards on new coordinates, maps included.
+get the same weights and voxels, in evaluation; fp64 on a CPU, fp32 or `--dtype` on a GPU. `--reference` is a
+Python that has spconv (default: this one, if it has); without one, networks are run and nothing is compared.
+Times are medians of whole forwards on new coordinates, maps included, after a few that are not counted.
 
 Networks of MinkowskiEngine and torchsparse are compared with these libraries' rules on full grids
 (`dense_libraries.py`), on a CPU in fp64, in a scene of 32 cells an axis.

@@ -283,7 +283,7 @@ def operand_facts(x: Tensor, weight: Tensor, bias: Tensor | None) -> bytes | Non
 def conv_sums(
     x: Tensor, weight: Tensor, in_rows: Tensor, out_rows: Tensor, kptr: Tensor, n_out: int, mirror: bool
 ) -> Tensor:
-    """A convolution's sums on the CPU: x (N, C_in), weight (K, C_in, C_out), fp32 or fp64 -> (n_out, C_out)."""
+    """A convolution on the CPU: x (N, C_in), weight (K, C_in, C_out), fp32 or fp64 -> (n_out, C_out)."""
 
 def match_rows(
     ordered: Tensor,
@@ -294,7 +294,7 @@ def match_rows(
     masks: list[Tensor],
     n_out: int,
 ) -> tuple[Tensor, Tensor]:
-    """(in_rows, out_rows) of one offset, output rows ascending: where `batch` plus `axes` is one of `ordered`."""
+    """(in_rows, out_rows) of one offset, output rows ascending: where `batch` + `axes` is one of `ordered`."""
 
 def mirror_pairs(in_rows: Tensor, out_rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """(in_rows, out_rows) of the opposite offset of a symmetric map, output rows ascending."""

@@ -275,7 +275,7 @@ cudaError_t cells_of_points(const PointArgs& args, cudaStream_t stream) {
 }
 
 cudaError_t measure_cells(const int* cells, int64_t n, CoordStats* stats, cudaStream_t stream) {
-  return measure_coords(cells, n, stats, nullptr, nullptr, 0, stream);
+  return measure_coords(cells, n, stats, nullptr, stream);
 }
 
 size_t group_workspace(const CoordBox& box, int64_t n) {

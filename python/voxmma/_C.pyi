@@ -294,7 +294,7 @@ def match_rows(
     masks: list[Tensor],
     n_out: int,
 ) -> tuple[Tensor, Tensor]:
-    """(in_rows, out_rows) of one offset, output rows ascending: where `batch` + `axes` is one of `ordered`."""
+    """(in_rows, out_rows) of one offset, output rows ascending: where `batch` + `axes` is in `ordered`."""
 
 def mirror_pairs(in_rows: Tensor, out_rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """(in_rows, out_rows) of the opposite offset of a symmetric map, output rows ascending."""

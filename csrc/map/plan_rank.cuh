@@ -13,11 +13,11 @@ __host__ __device__ __forceinline__ int window_of(int tiles, int sm_count) {
   return tiles <= 4 * sm_count ? tiles : 2 * sm_count;
 }
 
-// Plans of up to so many tiles are ranked by the last of the blocks that make them, in one window.
+// Plans of up to so many tiles, if they are one window, are ranked by the last of the blocks that make them.
 constexpr int kRankedInPlace = 2 * kThreads;
 
 __host__ __device__ __forceinline__ bool ranked_in_place(const PlanArgs& args) {
-  return args.n_out <= kRankedInPlace * kTileM && kRankedInPlace <= 4 * args.sm_count;
+  return args.n_out <= kRankedInPlace * kTileM && args.n_out <= int64_t{4} * args.sm_count * kTileM;
 }
 
 __device__ __forceinline__ ScheduledTile load_tile(const ScheduledTile* from) {

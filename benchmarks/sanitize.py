@@ -1,4 +1,4 @@
-"""What compute-sanitizer watches: every compiled tile over 27 and 8 offsets, both ways, pooling and points.
+"""What compute-sanitizer watches: every tile over 27 and 8 offsets, both ways, pooling, points and norms.
 
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --channels 8,32,64,128
@@ -21,6 +21,7 @@ from voxmma._types import DTYPE_NAMES
 from voxmma.dispatch.selection import card
 from voxmma.nn import functional as F
 from voxmma.ops import formats
+from voxmma.ops.cpu import ACTIVATIONS
 from voxmma.ops.kernels import Tile, compiled
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.maps import kernel_map
@@ -97,12 +98,37 @@ def check_pooling(kind: str, coords: torch.Tensor, c: int) -> float:
     return max(float((a - b).norm() / a.norm()) for a, b in pairs)
 
 
+def check_norm(kind: str, n: int, c: int) -> float:
+    """Largest rel-L2 of norm_act and its gradients on n rows."""
+    g = torch.Generator(device="cuda").manual_seed(c)
+    dtype, worst = formats.DTYPES[kind], 0.0
+    x, residual, dy = (torch.randn(n, c, device="cuda", generator=g).to(dtype) for _ in range(3))
+    for activation in ("none", "relu", "leaky_relu", "silu", "gelu"):
+        for added in (None, residual):
+            sides = []
+            for wide in (False, True):
+                given = [t.double() if wide else t for t in (x, residual, dy)]
+                leaves = [t.clone().requires_grad_() for t in given[: 2 if added is not None else 1]]
+                if wide:
+                    y = torch.nn.functional.batch_norm(leaves[0], None, None, training=True)
+                    y = ACTIVATIONS[activation](y if added is None else y + leaves[1], 0.01)
+                else:
+                    rest = None if added is None else leaves[1]
+                    y = F.norm_act(leaves[0], residual=rest, activation=activation)
+                sides.append([y.detach(), *torch.autograd.grad(y, leaves, given[2])])
+            pairs = zip(*sides, strict=True)
+            worst = max(worst, *(float((a.double() - b).norm() / b.norm()) for a, b in pairs))
+    return worst
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--channels", default="8,16,32,64,96,128")
-    parser.add_argument("--tiles", default="", help="parts of names, with commas; 'pool': pooling and points")
+    parser.add_argument(
+        "--tiles", default="", help="parts of names, with commas; 'pool': pooling and points, 'norm'"
+    )
     parser.add_argument("--scenes", default="ball,box,points,many")
     args = parser.parse_args()
     parts = args.tiles.split(",")
@@ -132,6 +158,13 @@ def main() -> int:
                 verdict = "ok" if error == 0 else "above 0"
                 failed += verdict != "ok"
                 print(f"pool_{kind} C={c} {scene}: rel-L2 {error:.2e} {verdict}", flush=True)
+        for kind in DTYPE_NAMES.values() if "norm" in parts or parts == [""] else ():
+            for c in (*(int(v) for v in args.channels.split(",")), 5):
+                error, bound = check_norm(kind, len(coords), c), 5 * TOLERANCE[kind]
+                ran += 1
+                verdict = "ok" if error <= bound else f"above {bound:.0e}"
+                failed += verdict != "ok"
+                print(f"norm_{kind} C={c} {scene}: rel-L2 {error:.2e} {verdict}", flush=True)
     print(f"{ran} runs, {failed} above the bound")
     return 1 if failed or not ran else 0
 

@@ -58,4 +58,4 @@ def cat_behind(body: nn.Module, x: Voxels, *others: Voxels) -> Any:
 
 def _layers_of(body: nn.Module, x: Voxels) -> list[nn.Module | Add]:
     inner = type(body) is Sequential and untouched(body) and not watched(x)
-    return list(body) if inner else [body]  # type: ignore[call-overload, no-any-return]
+    return list(body) if inner else [body]  # type: ignore[call-overload]

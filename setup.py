@@ -35,6 +35,7 @@ import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -471,8 +472,9 @@ def build_bindings(compiler: list[str], folder: Path, env: Mapping[str, str]) ->
         exports.write_text('{ global: extern "C++" { voxmma::*; }; local: *; };\n')
         options = [f"-Wl,-soname,{library.name}", f"-Wl,--version-script={exports}", "-Wl,-z,defs"]
         binding.link(compiler, library, [*kernels.files, *options, *last])
-    for torch in torches:
-        made, info = compile_binding(compiler, torch, kernels)
+    with ThreadPoolExecutor(int(env.get("MAX_JOBS") or "2")) as pool:
+        compiled = list(pool.map(lambda torch: compile_binding(compiler, torch, kernels), torches))
+    for torch, (made, info) in zip(torches, compiled, strict=True):
         inputs = [*map(str, made), *portable.absent_libraries(compiler, link / "torch", binding.LIBRARIES)]
         if kernels.files:
             inputs += [str(library), "-Wl,-rpath,$ORIGIN/.", "-Wl,-rpath,$ORIGIN/.."]

@@ -504,6 +504,11 @@ class Cuda : public Backend {
   }
 
   void begin(void* stream) override {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    if (stream != nullptr && cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture) == cudaSuccess &&
+        capture != cudaStreamCaptureStatusNone) {
+      fail(VXM_ERROR_ARGUMENT, "the stream is being captured: an engine's frame is a graph already");
+    }
     if (done_ == nullptr) {
       check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "cudaEventCreate");
       return;

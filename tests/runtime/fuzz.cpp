@@ -23,9 +23,10 @@ using Bytes = std::vector<unsigned char>;
 std::string path;
 std::map<vxm_code, int> seen;
 
-// No more than a test machine has.
-void* allocate(void*, size_t bytes) {
-  return bytes > (size_t{1} << 28) ? nullptr : std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+// No more than a test machine has; none at all once *left is used up.
+void* allocate(void* left, size_t bytes) {
+  if (bytes > (size_t{1} << 28) || (*static_cast<int*>(left))-- <= 0) return nullptr;
+  return std::aligned_alloc(256, (bytes + 255) / 256 * 256);
 }
 void release(void*, void* memory) { std::free(memory); }
 
@@ -70,14 +71,14 @@ void run_frame(vxm_engine* engine, const std::string& how) {
   }
 }
 
-void attempt(const Bytes& content, size_t size, bool refused, const std::string& how) {
+void attempt(const Bytes& content, size_t size, bool refused, const std::string& how, int blocks = 2) {
   {
     std::ofstream file(path, std::ios::binary);
     file.write(reinterpret_cast<const char*>(content.data()), static_cast<std::streamsize>(size));
   }
   vxm_options options;
   vxm_options_init(&options);
-  options.allocator = {nullptr, allocate, release};
+  options.allocator = {&blocks, allocate, release};
   vxm_engine* engine = nullptr;
   const vxm_code code = vxm_engine_load(path.c_str(), &options, &engine);
   ++seen[code];
@@ -106,6 +107,8 @@ int main(int argc, char** argv) {
   std::memcpy(&head, good.data() + 24, 8);
   attempt(good, good.size(), false, "the engine itself");
   if (seen[VXM_OK] != 1) fail("is refused", "the engine itself");
+  for (int blocks = 0; blocks < 2; ++blocks) attempt(good, good.size(), true, "out of memory", blocks);
+  if (seen[VXM_ERROR_MEMORY] != 2) fail("memory that is not there", "out of memory");
 
   for (size_t size = 0; size < good.size(); size += 4096) attempt(good, size, true, "cut at " + std::to_string(size));
   for (size_t size = 0; size < 80; ++size) attempt(good, size, true, "cut at " + std::to_string(size));

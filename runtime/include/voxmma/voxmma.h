@@ -55,8 +55,7 @@ typedef enum vxm_code {
   VXM_FRAME_CAPACITY = 22,  /* a level has more voxels than its capacity, or a kernel map more than its room */
   VXM_FRAME_DENSE = 23,     /* a voxel outside of the dense grid */
   VXM_FRAME_FINITE = 24,    /* features that are not finite */
-  VXM_FRAME_POINTS =
-      25 /* points that are not finite, outside of the engine's bounds or of no sample; too many in one voxel */
+  VXM_FRAME_POINTS = 25     /* points not finite, outside of the bounds or of no sample; too many in one voxel */
 } vxm_code;
 
 typedef enum vxm_dtype {
@@ -156,9 +155,9 @@ VXM_API vxm_code vxm_engine_get_info(const vxm_engine* engine, vxm_engine_info* 
 VXM_API vxm_code vxm_engine_input(const vxm_engine* engine, int32_t i, vxm_input_info* info);
 VXM_API vxm_code vxm_engine_output_info(const vxm_engine* engine, int32_t i, vxm_output_info* info);
 
-/* Runs a frame. On a GPU it is enqueued on `stream` (a cudaStream_t; null: the default stream) and nothing is waited for;
- * frames of an engine run in the order of the calls, also on different streams. On a CPU `stream` is null, and the frame
- * is done when the call returns. inputs: as many as the engine has, in the order of the network's. */
+/* Runs a frame. On a GPU it is enqueued on `stream` (a cudaStream_t that is not being captured; null: the default stream)
+ * and nothing is waited for; frames of an engine run in the order of the calls, also on different streams. On a CPU
+ * `stream` is null, and the frame is done when the call returns. inputs: as many as the engine has, in the network's order. */
 VXM_API vxm_code vxm_engine_run(vxm_engine* engine, const vxm_input* inputs, int32_t count, void* stream);
 
 /* Result i of the last frame; pointers are the same for every frame. The work that writes it is on the frame's stream. */

@@ -120,6 +120,14 @@ struct DenseCall {
   int64_t samples, shape[3], origin[3];
 };
 
+// y = x * weight + bias, the sum over c_in in fp32 (fp64 for fp64).
+struct LinearCall {
+  Array x, out;
+  Place weight, bias;  // (c_in, c_out) contiguous and (c_out), of x's dtype; bias: maybe none
+};
+enum class Unary { relu, leaky_relu, silu, gelu, sigmoid };
+enum class Binary { add, mul };
+
 // Reads as many bytes as it wants of frames and weights.
 struct Frame {
   unsigned char *work, *weights;
@@ -167,8 +175,12 @@ class Backend {
   virtual Work finite(const Array& x, const Place& count, const Place& status) = 0;
   virtual Work rows(const Array& x, const Place& count, const Array& out) = 0;  // zeros behind the count
   virtual Work copy(const Array& from, const Array& to) = 0;                    // shapes are equal
-  virtual Work add(const Array& a, const Array& b, const Array& out) = 0;       // floating point, contiguous
-  virtual Work relu(const Array& x, const Array& out) = 0;
+  // Floating point, contiguous.
+  virtual Work binary(Binary kind, const Array& a, const Array& b, const Array& out) = 0;
+  virtual Work unary(Unary kind, double slope, const Array& x, const Array& out) = 0;
+  virtual Work linear(const LinearCall&) = 0;
+  // x * factor + summand, channel by channel; both in the type of sums.
+  virtual Work affine(const Array& x, const Place& factor, const Place& summand, const Array& out) = 0;
 
   // A kernel map's limits, passes and units, where a plan has any: what the status is compared with.
   virtual bool limits(const MapCall&, int64_t* passes, int64_t* units) const = 0;

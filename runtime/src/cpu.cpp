@@ -290,6 +290,7 @@ W activated(W y, int activation, W slope) {
     case 2: return y > 0 ? y : y * slope;
     case 3: return y / (W{1} + std::exp(-y));
     case 4: return y * W{0.5} * (W{1} + std::erf(y * static_cast<W>(0.70710678118654752440)));
+    case 5: return W{1} / (W{1} + std::exp(-y));  // none of a convolution's
     default: return y;
   }
 }
@@ -626,27 +627,71 @@ class Cpu : public Backend {
   Work copy(const Array& from, const Array& to) override {
     return {0, [from, to](const Frame& frame, unsigned char*) { copy_array(from, to, frame); }};
   }
-  Work add(const Array& a, const Array& b, const Array& out) override {
+  Work binary(Binary op, const Array& a, const Array& b, const Array& out) override {
     Work made;
     by_type(a.dtype, [&](auto kind) {
-      made.run = [a, b, out](const Frame& frame, unsigned char*) {
+      made.run = [op, a, b, out](const Frame& frame, unsigned char*) {
         using T = decltype(kind);
         const T *const x = frame.at<T>(a.at), *const y = frame.at<T>(b.at);
         T* const to = frame.at<T>(out.at);
-        for (int64_t i = 0, n = a.count(); i < n; ++i) to[i] = narrow<T>(widen(x[i]) + widen(y[i]));
+        for (int64_t i = 0, n = a.count(); i < n; ++i) {
+          to[i] = narrow<T>(op == Binary::add ? widen(x[i]) + widen(y[i]) : widen(x[i]) * widen(y[i]));
+        }
       };
     });
     return made;
   }
-  Work relu(const Array& x, const Array& out) override {
+  Work linear(const LinearCall& call) override {
+    Work made;
+    by_type(call.x.dtype, [&](auto kind) {
+      made.run = [call](const Frame& frame, unsigned char*) {
+        using T = decltype(kind);
+        using W = typename WideOf<T>::type;
+        const int64_t n = call.x.shape[0], c_in = call.x.shape[1], c_out = call.out.shape[1];
+        const T *const x = frame.at<T>(call.x.at), *const bias = frame.at<T>(call.bias);
+        const T* const given = frame.at<T>(call.weight);
+        T* const to = frame.at<T>(call.out.at);
+        std::vector<W> weight(c_in * c_out), row(c_in), y(c_out);
+        for (int64_t i = 0; i < c_in * c_out; ++i) weight[i] = widen(given[i]);
+        for (int64_t r = 0; r < n; ++r) {
+          for (int64_t c = 0; c < c_in; ++c) row[c] = widen(x[r * c_in + c]);
+          product(row.data(), weight.data(), y.data(), c_in, c_out);
+          for (int64_t o = 0; o < c_out; ++o) {
+            to[r * c_out + o] = narrow<T>(bias == nullptr ? y[o] : y[o] + static_cast<W>(widen(bias[o])));
+          }
+        }
+      };
+    });
+    return made;
+  }
+  Work affine(const Array& x, const Place& factor, const Place& summand, const Array& out) override {
     Work made;
     by_type(x.dtype, [&](auto kind) {
-      made.run = [x, out](const Frame& frame, unsigned char*) {
+      made.run = [=](const Frame& frame, unsigned char*) {
+        using T = decltype(kind);
+        using W = typename WideOf<T>::type;
+        const int64_t channels = x.shape[1];
+        const T* const from = frame.at<T>(x.at);
+        const W *const a = frame.at<W>(factor), *const b = frame.at<W>(summand);
+        T* const to = frame.at<T>(out.at);
+        for (int64_t i = 0, n = x.count(); i < n; ++i) {
+          to[i] = narrow<T>(static_cast<W>(widen(from[i])) * a[i % channels] + b[i % channels]);
+        }
+      };
+    });
+    return made;
+  }
+  Work unary(Unary op, double slope, const Array& x, const Array& out) override {
+    Work made;
+    by_type(x.dtype, [&](auto kind) {
+      made.run = [op, slope, x, out](const Frame& frame, unsigned char*) {
         using T = decltype(kind);
         const T* const from = frame.at<T>(x.at);
         T* const to = frame.at<T>(out.at);
-        for (int64_t i = 0, n = x.count(); i < n; ++i)
-          to[i] = narrow<T>(activated(widen(from[i]), 1, decltype(widen(from[i])){0}));
+        using W = typename WideOf<T>::type;
+        for (int64_t i = 0, n = x.count(); i < n; ++i) {
+          to[i] = narrow<T>(activated(static_cast<W>(widen(from[i])), 1 + static_cast<int>(op), static_cast<W>(slope)));
+        }
       };
     });
     return made;

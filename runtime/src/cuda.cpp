@@ -455,18 +455,36 @@ class Cuda : public Backend {
               check(copy_strided(dims, static_cast<int>(bytes), source, target, count, stream_of(frame)), "copy");
             }};
   }
-  Work add(const Array& a, const Array& b, const Array& out) override {
-    return {0, [=](const Frame& frame, unsigned char*) {
-              check(add_rows(number_type(a.dtype), frame.at<unsigned char>(a.at), frame.at<unsigned char>(b.at),
-                             frame.at<unsigned char>(out.at), a.count(), stream_of(frame)),
-                    "add");
+  Work linear(const LinearCall& call) override {
+    return {0, [call](const Frame& frame, unsigned char*) {
+              check(multiply_rows(number_type(call.x.dtype), frame.at<unsigned char>(call.x.at),
+                                  frame.at<unsigned char>(call.weight), frame.at<unsigned char>(call.bias),
+                                  frame.at<unsigned char>(call.out.at), call.x.shape[0], call.x.shape[1],
+                                  call.out.shape[1], stream_of(frame)),
+                    "linear");
             }};
   }
-  Work relu(const Array& x, const Array& out) override {
+  Work affine(const Array& x, const Place& factor, const Place& summand, const Array& out) override {
     return {0, [=](const Frame& frame, unsigned char*) {
-              check(relu_rows(number_type(x.dtype), frame.at<unsigned char>(x.at), frame.at<unsigned char>(out.at),
-                              x.count(), stream_of(frame)),
-                    "relu");
+              check(scale_rows(number_type(x.dtype), frame.at<unsigned char>(x.at), frame.at<unsigned char>(factor),
+                               frame.at<unsigned char>(summand), frame.at<unsigned char>(out.at), x.count(), x.shape[1],
+                               stream_of(frame)),
+                    "norm");
+            }};
+  }
+  Work binary(Binary kind, const Array& a, const Array& b, const Array& out) override {
+    return {0, [=](const Frame& frame, unsigned char*) {
+              check(combine_rows(kind == Binary::mul, number_type(a.dtype), frame.at<unsigned char>(a.at),
+                                 frame.at<unsigned char>(b.at), frame.at<unsigned char>(out.at), a.count(),
+                                 stream_of(frame)),
+                    "sum or product");
+            }};
+  }
+  Work unary(Unary kind, double slope, const Array& x, const Array& out) override {
+    return {0, [=](const Frame& frame, unsigned char*) {
+              check(activate_rows(static_cast<int>(kind), slope, number_type(x.dtype), frame.at<unsigned char>(x.at),
+                                  frame.at<unsigned char>(out.at), x.count(), stream_of(frame)),
+                    "activation");
             }};
   }
 

@@ -1,5 +1,7 @@
 #include "program.h"
 
+#include "numbers.h"
+
 #include <algorithm>
 #include <climits>
 #include <cmath>
@@ -653,7 +655,16 @@ class Planner {
         {"voxmma::neighbor_counts", {{"map", "kernel_volume", "n_out"}, &Planner::counts}},
         {"aten::cat", {{"tensors", "dim"}, &Planner::cat}},
         {"aten::add.Tensor", {{"self", "other", "alpha"}, &Planner::add_rows}},
-        {"aten::relu", {{"self"}, &Planner::relu}},
+        {"aten::mul.Tensor", {{"self", "other"}, &Planner::mul_rows}},
+        {"aten::relu", {{"self"}, &Planner::unary<Unary::relu>}},
+        {"aten::leaky_relu", {{"self", "negative_slope"}, &Planner::unary<Unary::leaky_relu>}},
+        {"aten::silu", {{"self"}, &Planner::unary<Unary::silu>}},
+        {"aten::gelu", {{"self", "approximate"}, &Planner::unary<Unary::gelu>}},
+        {"aten::sigmoid", {{"self"}, &Planner::unary<Unary::sigmoid>}},
+        {"aten::addmm", {{"bias", "x", "weight", "beta", "alpha"}, &Planner::linear}},
+        {"aten::mm", {{"x", "weight"}, &Planner::linear}},
+        {"aten::native_batch_norm",
+         {{"x", "weight", "bias", "mean", "var", "training", "momentum", "eps"}, &Planner::batch_norm}},
         {"aten::empty.memory_format",
          {{"size", "dtype", "layout", "device", "pin_memory", "memory_format"}, &Planner::empty}},
         {"aten::slice.Tensor", {{"self", "dim", "start", "end", "step"}, &Planner::slice}},
@@ -803,6 +814,19 @@ class Planner {
     made.made = array(sure_out(2), DType::i64, {1}).at;
     made.status = status(3);
     add(backend_.voxels(made));
+  }
+
+  static double number_at(const Stored& t, int64_t i) {
+    const auto read = [&](auto value) {
+      std::memcpy(&value, t.data + i * t.strides[0] * static_cast<int64_t>(sizeof(value)), sizeof(value));
+      return static_cast<double>(widen(value));
+    };
+    switch (t.dtype) {
+      case DType::f16: return read(Half{});
+      case DType::bf16: return read(Bfloat{});
+      case DType::f32: return read(float{});
+      default: return read(double{});
+    }
   }
 
   static int activation_of(const Json* json) {
@@ -989,6 +1013,12 @@ class Planner {
   }
 
   void add_rows(const Call& call) {
+    if (call.find("alpha") != nullptr && call["alpha"].real() != 1)
+      fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " with a factor");
+    binary(call, Binary::add);
+  }
+  void mul_rows(const Call& call) { binary(call, Binary::mul); }
+  void binary(const Call& call, Binary kind) {
     outs(1);
     const Array a = floating(call, "self");
     const Json& other = call["other"];
@@ -997,14 +1027,82 @@ class Planner {
     const Array b = floating(call, "other");
     if (a.dtype != b.dtype || a.shape != b.shape)
       fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " of different shapes or dtypes");
-    if (call.find("alpha") != nullptr && call["alpha"].real() != 1)
-      fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " with a factor");
-    add(backend_.add(a, b, array(sure_out(0), a.dtype, a.shape)));
+    add(backend_.binary(kind, a, b, array(sure_out(0), a.dtype, a.shape)));
   }
-  void relu(const Call& call) {
+  template <Unary kind>
+  void unary(const Call& call) {
     outs(1);
     const Array x = floating(call, "self");
-    add(backend_.relu(x, array(sure_out(0), x.dtype, x.shape)));
+    double slope = 0;
+    if (kind == Unary::leaky_relu)
+      slope = call.find("negative_slope") == nullptr ? 0.01 : call["negative_slope"].real();
+    if (kind == Unary::gelu && call.find("approximate") != nullptr && call["approximate"].string() != "none")
+      fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " by ", call["approximate"].string());
+    add(backend_.unary(kind, slope, x, array(sure_out(0), x.dtype, x.shape)));
+  }
+
+  void linear(const Call& call) {
+    outs(1);
+    for (const char* const factor : {"beta", "alpha"}) {
+      if (call.find(factor) != nullptr && call[factor].real() != 1)
+        fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " with a factor");
+    }
+    LinearCall made{};
+    made.x = floating(call, "x");
+    if (call["weight"].word("ref") != nullptr)
+      fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " with a weight that the program makes");
+    const Stored& weight = stored(call["weight"]);
+    require(made.x.shape.size() == 2 && weight.shape.size() == 2 && weight.shape[0] == made.x.shape[1] &&
+                weight.dtype == made.x.dtype,
+            "rows and weight of a product do not fit");
+    const int64_t c_in = weight.shape[0], c_out = weight.shape[1], size = bytes_of(weight.dtype);
+    std::vector<unsigned char> laid(static_cast<size_t>(weight.bytes));
+    for (int64_t i = 0; i < c_in; ++i) {
+      for (int64_t o = 0; o < c_out; ++o) {
+        std::memcpy(laid.data() + (i * c_out + o) * size,
+                    weight.data + (i * weight.strides[0] + o * weight.strides[1]) * size, static_cast<size_t>(size));
+      }
+    }
+    made.weight = {backend_.constant(laid.data(), weight.bytes), true};
+    if (const Stored* const bias = stored(call, "bias")) {
+      require(bias->dtype == weight.dtype && bias->shape == Dims{c_out}, "the bias of a product does not fit");
+      made.bias = {backend_.constant(bias->data, bias->bytes), true};
+    }
+    made.out = array(sure_out(0), made.x.dtype, {made.x.shape[0], c_out});
+    add(backend_.linear(made));
+  }
+
+  void batch_norm(const Call& call) {
+    outs(3);
+    if (call.flag("training")) fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " in training");
+    const Array x = floating(call, "x");
+    require(x.shape.size() == 2, "rows have ", x.shape.size(), " dimensions");
+    const int64_t channels = x.shape[1];
+    const auto numbers = [&](const char* name, double otherwise) {
+      const Stored* const found = stored(call, name);
+      require(found == nullptr || (found->dtype <= DType::f64 && found->shape == Dims{channels}), "'", name,
+              "' of a norm has no number for each channel");
+      std::vector<double> made(static_cast<size_t>(channels), otherwise);
+      if (found != nullptr) {
+        for (int64_t c = 0; c < channels; ++c) made[c] = number_at(*found, c);
+      }
+      return made;
+    };
+    const auto weight = numbers("weight", 1), bias = numbers("bias", 0), mean = numbers("mean", 0),
+               var = numbers("var", 1);
+    const double eps = call["eps"].real();
+    std::vector<double> factor, summand;
+    for (int64_t c = 0; c < channels; ++c) {
+      factor.push_back(weight[c] / std::sqrt(var[c] + eps));
+      summand.push_back(bias[c] - mean[c] * factor[c]);
+    }
+    const auto upload = [&](const std::vector<double>& values) {
+      if (x.dtype == DType::f64) return Place{backend_.constant(values.data(), 8 * channels), true};
+      const std::vector<float> narrow(values.begin(), values.end());
+      return Place{backend_.constant(narrow.data(), 4 * channels), true};
+    };
+    const Place a = upload(factor), b = upload(summand);
+    add(backend_.affine(x, a, b, array(sure_out(0), x.dtype, x.shape)));
   }
 
   void empty(const Call& call) {

@@ -61,15 +61,55 @@ __global__ void keep(const T* from, T* to, int64_t n, int64_t width, const int64
 }
 
 template <class T>
-__global__ void add(const T* a, const T* b, T* to, int64_t count) {
-  for (int64_t i = first_index(); i < count; i += grid_step()) narrow(widen(a[i]) + widen(b[i]), to + i);
+struct WideOf {
+  using type = float;
+};
+template <>
+struct WideOf<double> {
+  using type = double;
+};
+
+template <class T>
+__global__ void combine(bool product, const T* a, const T* b, T* to, int64_t count) {
+  for (int64_t i = first_index(); i < count; i += grid_step()) {
+    const auto x = widen(a[i]), y = widen(b[i]);
+    narrow(product ? x * y : x + y, to + i);
+  }
 }
 
 template <class T>
-__global__ void relu(const T* from, T* to, int64_t count) {
+__global__ void activate(int kind, double slope, const T* from, T* to, int64_t count) {
+  using W = typename WideOf<T>::type;
   for (int64_t i = first_index(); i < count; i += grid_step()) {
-    const auto x = widen(from[i]);
-    narrow(x < 0 ? decltype(x + x){0} : x, to + i);
+    W x = widen(from[i]);
+    switch (kind) {
+      case 0: x = x < 0 ? W{0} : x; break;
+      case 1: x = x > 0 ? x : x * static_cast<W>(slope); break;
+      case 2: x = x / (W{1} + exp(-x)); break;
+      case 3: x = x * W(0.5) * (W{1} + erf(x * W(0.70710678118654752440))); break;
+      default: x = W{1} / (W{1} + exp(-x));
+    }
+    narrow(x, to + i);
+  }
+}
+
+template <class T>
+__global__ void multiply(const T* x, const T* weight, const T* bias, T* to, int64_t count, int64_t c_in,
+                         int64_t c_out) {
+  using W = typename WideOf<T>::type;
+  for (int64_t i = first_index(); i < count; i += grid_step()) {
+    const int64_t row = i / c_out, o = i % c_out;
+    W sum = 0;
+    for (int64_t c = 0; c < c_in; ++c) sum += widen(x[row * c_in + c]) * widen(weight[c * c_out + o]);
+    narrow(bias == nullptr ? sum : sum + widen(bias[o]), to + i);
+  }
+}
+
+template <class T>
+__global__ void scale(const T* x, const typename WideOf<T>::type* factor, const typename WideOf<T>::type* summand,
+                      T* to, int64_t count, int64_t channels) {
+  for (int64_t i = first_index(); i < count; i += grid_step()) {
+    narrow(widen(x[i]) * factor[i % channels] + summand[i % channels], to + i);
   }
 }
 
@@ -176,20 +216,46 @@ cudaError_t keep_rows(const void* from, void* to, int64_t n, int64_t row_bytes, 
   });
 }
 
-cudaError_t add_rows(Number type, const void* a, const void* b, void* to, int64_t count, cudaStream_t stream) {
+cudaError_t combine_rows(bool product, Number type, const void* a, const void* b, void* to, int64_t count,
+                         cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
   return by_number(type, [&](auto kind) {
     using T = decltype(kind);
-    add<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<const T*>(a), static_cast<const T*>(b),
-                                                    static_cast<T*>(to), count);
+    combine<<<blocks_for(count), kThreads, 0, stream>>>(product, static_cast<const T*>(a), static_cast<const T*>(b),
+                                                        static_cast<T*>(to), count);
   });
 }
 
-cudaError_t relu_rows(Number type, const void* from, void* to, int64_t count, cudaStream_t stream) {
+cudaError_t activate_rows(int kind, double slope, Number type, const void* from, void* to, int64_t count,
+                          cudaStream_t stream) {
+  if (count == 0) return cudaSuccess;
+  return by_number(type, [&](auto number) {
+    using T = decltype(number);
+    activate<<<blocks_for(count), kThreads, 0, stream>>>(kind, slope, static_cast<const T*>(from), static_cast<T*>(to),
+                                                         count);
+  });
+}
+
+cudaError_t multiply_rows(Number type, const void* x, const void* weight, const void* bias, void* to, int64_t n,
+                          int64_t c_in, int64_t c_out, cudaStream_t stream) {
+  if (n * c_out == 0) return cudaSuccess;
+  return by_number(type, [&](auto kind) {
+    using T = decltype(kind);
+    multiply<<<blocks_for(n * c_out), kThreads, 0, stream>>>(static_cast<const T*>(x), static_cast<const T*>(weight),
+                                                             static_cast<const T*>(bias), static_cast<T*>(to),
+                                                             n * c_out, c_in, c_out);
+  });
+}
+
+cudaError_t scale_rows(Number type, const void* x, const void* factor, const void* summand, void* to, int64_t count,
+                       int64_t channels, cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
   return by_number(type, [&](auto kind) {
     using T = decltype(kind);
-    relu<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<const T*>(from), static_cast<T*>(to), count);
+    using W = typename WideOf<T>::type;
+    scale<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<const T*>(x), static_cast<const W*>(factor),
+                                                      static_cast<const W*>(summand), static_cast<T*>(to), count,
+                                                      channels);
   });
 }
 

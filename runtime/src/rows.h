@@ -22,8 +22,18 @@ cudaError_t pad_channels(const void* from, void* to, int element_bytes, int64_t 
 // Rows of 4-byte words (or bytes), zeros from *count on.
 cudaError_t keep_rows(const void* from, void* to, int64_t n, int64_t row_bytes, const int64_t* count,
                       cudaStream_t stream);
-cudaError_t add_rows(Number type, const void* a, const void* b, void* to, int64_t count, cudaStream_t stream);
-cudaError_t relu_rows(Number type, const void* from, void* to, int64_t count, cudaStream_t stream);
+// Sums, or products.
+cudaError_t combine_rows(bool product, Number type, const void* a, const void* b, void* to, int64_t count,
+                         cudaStream_t stream);
+// kind: relu, leaky_relu, silu, gelu (with erf), sigmoid
+cudaError_t activate_rows(int kind, double slope, Number type, const void* from, void* to, int64_t count,
+                          cudaStream_t stream);
+// to (n, c_out) = x (n, c_in) * weight (c_in, c_out) + bias (c_out) or null: added up in order in fp32 (fp64 for fp64)
+cudaError_t multiply_rows(Number type, const void* x, const void* weight, const void* bias, void* to, int64_t n,
+                          int64_t c_in, int64_t c_out, cudaStream_t stream);
+// x * factor + summand, numbers of each channel in fp32 (fp64 for fp64)
+cudaError_t scale_rows(Number type, const void* x, const void* factor, const void* summand, void* to, int64_t count,
+                       int64_t channels, cudaStream_t stream);
 // status: [smallest row that is not finite or -1, 0, 0, 0]
 cudaError_t find_not_finite(Number type, const void* x, int64_t n, int64_t channels, const int64_t* count,
                             int64_t* status, cudaStream_t stream);

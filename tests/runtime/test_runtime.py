@@ -107,6 +107,23 @@ class Others(nn.Module):
         return both, self.grow(low), dense.flatten(1, 2), low.coords
 
 
+class Rows(nn.Module):
+    """torch's layers on rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.flat = vnn.Linear(4, 24), nn.Linear(24, 24, bias=False)
+        self.norm, self.conv = vnn.BatchNorm(24), vnn.SparseConv3d(24, 8, 3)
+
+    def forward(self, x: voxmma.Voxels) -> tuple[Any, ...]:
+        y = F.relu(self.norm(self.linear(x)))
+        y = y.with_feats(self.flat(y.feats) * torch.sigmoid(y.feats))
+        feats = y.feats
+        for function in (nn.functional.leaky_relu, nn.functional.gelu, nn.functional.silu):
+            feats = feats + function(feats)
+        return y, self.conv(y), feats
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "second": (lambda: models.SECONDBackbone(4), 4),
     "unet": (
@@ -340,6 +357,18 @@ def test_points(samples: int, dtype: torch.dtype, device: Device, library: Libra
         loaded.run(agree_points, stream=stream_of(device))  # the engine is none the worse
         loaded.status()
         assert torch.equal(loaded.read(1)[1], engine(of_python).get()[1].feats.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_layers_on_rows(dtype: torch.dtype, device: Device, library: Library, tmp_path: Path) -> None:
+    """What torch computes may round otherwise, on a GPU as well."""
+    net = trained(Rows(), device, dtype, False)
+    engine = compile(net, voxmma.Voxels(*frame(300, device, dtype), batch_size=2))
+    save(engine, tmp_path / "net.engine")
+    with library.load(tmp_path / "net.engine") as loaded:
+        for n in (300, 1):
+            given = frame(n, device, dtype, seed=n)
+            agree(loaded, given, engine(given).get(), False)
 
 
 # ---- files -------------------------------------------------------------------------------------------------

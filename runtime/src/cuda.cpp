@@ -193,12 +193,20 @@ class Cuda : public Backend {
     args.box = box_of(call.bounds);
     std::copy(call.bounds.low, call.bounds.low + 4, args.low);
     std::copy(call.bounds.high, call.bounds.high + 4, args.high);
-    return {static_cast<int64_t>(k::order_workspace(args.n)), [call, args](const Frame& frame, unsigned char* scratch) {
+    const size_t bytes = k::index_workspace(args.box, args.n);  // 0: too many cells
+    return {static_cast<int64_t>(bytes > 0 ? bytes : k::order_workspace(args.n)),
+            [call, args, bytes](const Frame& frame, unsigned char* scratch) {
               k::OrderArgs order = args;
               order.count = frame.at<int64_t>(call.set.count);
               order.sized = frame.at<k::SizedStats>(call.status);
               order.bounds = frame.at<int>(call.set.inner);
-              make_order(call.set, order, frame, scratch);
+              if (bytes == 0) return make_order(call.set, order, frame, scratch);
+              order.coords = frame.at<int>(call.set.coords);
+              order.order = frame.at<int>(call.set.index[0]);
+              order.workspace = scratch;
+              check(k::index_coords(order, frame.at<k::Brick>(call.set.index[1]), k::brick_capacity(order.n, -1),
+                                    stream_of(frame)),
+                    "index_coords");
             }};
   }
 
@@ -688,7 +696,7 @@ class Cuda : public Backend {
               for_pieces(call, now, piece, frame, [&](const k::ExpandArgs& part) {
                 check(k::expand_cells(part, cells, stream), "expand_cells");
               });
-              check(k::count_cells(now.box, now.bounds, cells, stream), "count_cells");
+
               check(k::index_cells(now.box, now.bounds, cells, call.to.capacity, frame.at<int>(call.to.coords),
                                    frame.at<int>(call.to.index[0]), frame.at<k::Brick>(call.to.index[1]),
                                    k::brick_capacity(call.to.capacity, -1), frame.at<k::CellStats>(call.status),

@@ -368,7 +368,11 @@ vxm_code vxm_engine_run(vxm_engine* engine, const vxm_input* inputs, int32_t cou
             const int64_t rows = inputs[i].rows;
             copy(to.where, inputs[i].where, to.where.shape[1], rows);
             copy(to.data, inputs[i].data, to.info.shape[1], rows);
-            engine->backend->set_count(frame.at<int64_t>(to.count.at), rows, stream);
+            if (inputs[i].count == nullptr) {
+              engine->backend->set_count(frame.at<int64_t>(to.count.at), rows, stream);
+            } else {
+              copy(to.count, inputs[i].count, 1, 1);
+            }
             if (!to.batch.at.there()) continue;
             if (inputs[i].samples == nullptr) {
               engine->backend->clear(frame.at<int64_t>(to.batch.at), static_cast<size_t>(8 * rows), stream);

@@ -50,7 +50,7 @@ void run(const std::string& path, const std::string& voxels, const std::string& 
   const Voxels scan = read_voxels(voxels, engine.input(0));
   for (int i = 0; i < frames; ++i) {
     const auto begin = std::chrono::steady_clock::now();
-    engine.run({{scan.coords.data(), scan.feats.data(), scan.rows, nullptr}});
+    engine.run({{scan.coords.data(), scan.feats.data(), scan.rows, nullptr, nullptr}});
     engine.status();
     const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
     std::printf("frame of %lld voxels: %.3f ms\n", static_cast<long long>(scan.rows), took.count());

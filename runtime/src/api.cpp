@@ -133,7 +133,7 @@ struct vxm_engine {
         [&](void* on) {
           vxm::Frame there = made;
           there.stream = on;
-          program->run(there, *backend);
+          program->run(there);
         },
         stream);
     backend->end(work->data() + program->status, static_cast<size_t>(32 * program->slots), stream);
@@ -368,7 +368,11 @@ vxm_code vxm_engine_run(vxm_engine* engine, const vxm_input* inputs, int32_t cou
             const int64_t rows = inputs[i].rows;
             copy(to.where, inputs[i].where, to.where.shape[1], rows);
             copy(to.data, inputs[i].data, to.info.shape[1], rows);
-            engine->backend->set_count(frame.at<int64_t>(to.count.at), rows, stream);
+            if (inputs[i].count == nullptr) {
+              engine->backend->set_count(frame.at<int64_t>(to.count.at), rows, stream);
+            } else {
+              copy(to.count, inputs[i].count, 1, 1);
+            }
             if (!to.batch.at.there()) continue;
             if (inputs[i].samples == nullptr) {
               engine->backend->clear(frame.at<int64_t>(to.batch.at), static_cast<size_t>(8 * rows), stream);
@@ -430,19 +434,22 @@ vxm_code vxm_engine_read(vxm_engine* engine, int32_t i, int32_t* coords, void* d
     const std::lock_guard<std::mutex> lock(engine->mutex);
     const vxm::Output& found = engine->output(i);
     if (!engine->read) fail(VXM_ERROR_ARGUMENT, "the status of the last frame has not been read, or is no VXM_OK");
-    if (!found.data.contiguous())
+    const vxm::Array& array = found.data;
+    const bool strided = array.shape.size() == 2 && array.strides[1] == 1;
+    if (!strided && !array.contiguous()) {
       fail(VXM_ERROR_UNSUPPORTED, "result ", i, " is not contiguous: read it by its strides");
+    }
     const auto active = engine->backend->activate();
     const vxm::Frame frame{engine->work->data(), engine->weights->data(), nullptr};
-    int64_t bytes = found.data.count() * vxm::bytes_of(found.data.dtype);
-    const int64_t rows = found.info.level >= 0 ? engine->rows[found.info.level] : 0;
-    if (found.info.level >= 0) bytes = bytes / found.data.shape[0] * rows;
+    const int64_t level = found.info.level, size = vxm::bytes_of(array.dtype);
+    const int64_t first = array.shape.empty() ? 1 : array.shape[0], rows = level >= 0 ? engine->rows[level] : first;
     if (coords != nullptr) {
       if (found.info.kind != VXM_VOXELS) fail(VXM_ERROR_ARGUMENT, "result ", i, " has no coordinates");
-      engine->backend->copy_out(coords, frame.at<int>(found.coords.at), static_cast<size_t>(16 * rows));
+      engine->backend->copy_out(coords, frame.at<int>(found.coords.at), 16, 16, rows);
     }
-    if (data != nullptr)
-      engine->backend->copy_out(data, frame.at<unsigned char>(found.data.at), static_cast<size_t>(bytes));
+    if (data == nullptr || first == 0) return;
+    const int64_t width = array.count() / first * size, pitch = strided ? array.strides[0] * size : width;
+    engine->backend->copy_out(data, frame.at<unsigned char>(array.at), pitch, width, rows);
   });
 }
 

@@ -189,7 +189,8 @@ class Backend {
   virtual void copy_in(void* to, size_t pitch, const void* from, size_t width, size_t rows, void* stream) = 0;
   virtual void set_count(int64_t* to, int64_t value, void* stream) = 0;
   virtual void clear(void* to, size_t bytes, void* stream) = 0;
-  virtual void copy_out(void* to, const void* from, size_t bytes) = 0;  // waits; after the last frame
+  // Rows of `width` bytes, `pitch` bytes apart where they come from. Waits; after the last frame.
+  virtual void copy_out(void* to, const void* from, size_t pitch, size_t width, size_t rows) = 0;
 
   // Runs `work` on the stream; the first time is told, so that it may be recorded.
   virtual void begin(void* stream) = 0;  // behind the frame before
@@ -197,10 +198,6 @@ class Backend {
   virtual void end(const void* status, size_t bytes, void* stream) = 0;  // status is on its way to the host
   virtual const int64_t* status() = 0;                                   // waits
   virtual void wait() = 0;
-
-  // A stream beside `stream`: behind what that has been given so far. It waits for it at the join.
-  virtual void* fork(void* stream) = 0;
-  virtual void join(void* stream) = 0;
 
   // Current on the calling thread while it lives.
   struct Active {

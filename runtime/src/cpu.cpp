@@ -348,7 +348,7 @@ void run_conv(const ConvCall& call, const Channels<W>& channels, Sums sums, int6
     for (int k = 0; k < volume; ++k) {
       const int source = table[(mirror ? volume - 1 - k : k) * n_out + r];
       if (source < 0) continue;
-      for (int64_t c = 0; c < groups * c_in; ++c) row[c] = widen(x[source * groups * c_in + c]);
+      for (int64_t c = 0; c < groups * c_in; ++c) row[c] = widen(x[source * call.x.strides[0] + c]);
       if constexpr (std::is_same_v<T, float>) {
         if (single_tf32) std::transform(row.begin(), row.end(), row.begin(), tf32);
       }
@@ -381,7 +381,7 @@ void run_conv(const ConvCall& call, const Channels<W>& channels, Sums sums, int6
     const auto store = [&](auto kind) {
       using Out = decltype(kind);
       if (call.residual.at.there()) {
-        const Out* const residual = frame.at<Out>(call.residual.at) + r * n;
+        const Out* const residual = frame.at<Out>(call.residual.at) + r * call.residual.strides[0];
         for (int64_t o = 0; o < n; ++o) y[o] += static_cast<W>(widen(residual[o]));
       }
       Out* const out = frame.at<Out>(call.out.at) + r * call.out.strides[0];
@@ -706,11 +706,13 @@ class Cpu : public Backend {
     }
   }
   void clear(void* to, size_t bytes, void*) override { std::memset(to, 0, bytes); }
-  void* fork(void* stream) override { return stream; }
-  void join(void*) override {}
+
   void set_count(int64_t* to, int64_t value, void*) override { *to = value; }
-  void copy_out(void* to, const void* from, size_t bytes) override {
-    if (bytes > 0) std::memcpy(to, from, bytes);
+  void copy_out(void* to, const void* from, size_t pitch, size_t width, size_t rows) override {
+    if (width == 0) return;
+    for (size_t r = 0; r < rows; ++r) {
+      std::memcpy(static_cast<char*>(to) + r * width, static_cast<const char*>(from) + r * pitch, width);
+    }
   }
   void begin(void*) override {}
   void replay(const std::function<void(void*)>& work, void* stream) override { work(stream); }

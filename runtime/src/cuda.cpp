@@ -113,10 +113,7 @@ class Cuda : public Backend {
   ~Cuda() override {
     const Current current(device_);
     if (exec_ != nullptr) cudaGraphExecDestroy(exec_);
-    for (const cudaEvent_t event : {done_, meet_[0], meet_[1]}) {
-      if (event != nullptr) cudaEventDestroy(event);
-    }
-    if (beside_ != nullptr) cudaStreamDestroy(beside_);
+    if (done_ != nullptr) cudaEventDestroy(done_);
     if (host_ != nullptr) cudaFreeHost(host_);
   }
 
@@ -336,8 +333,9 @@ class Cuda : public Backend {
     // Rows as the kernel takes them: every group's begins at a multiple of 16 bytes.
     const int64_t element = bytes_of(call.x.dtype), align = atom == "SIMT" ? 1 : 16 / element;
     const int64_t group = (call.c_in + align - 1) / align * align;
-    const bool padded = group != call.c_in;
-    const int64_t stride = call.groups * group;
+    const int64_t given_stride = call.x.strides[0];
+    const bool padded = group != call.c_in || given_stride % align != 0 || call.x.at.offset % (align * element) != 0;
+    const int64_t stride = padded ? call.groups * group : given_stride;
     if (atom.substr(0, 4) == "SM90" && !k::in_wgmma_span(call.map.n_in, stride * element)) {
       fail(VXM_ERROR_UNSUPPORTED, "tile '", call.tile, "' on ", call.map.n_in, " rows of ", stride * element, " bytes");
     }
@@ -347,7 +345,7 @@ class Cuda : public Backend {
     args.lda = stride;
     args.a_group = group;
     args.raw = {nullptr, p.weight_dtype, p.transpose, p.mirror, nullptr, flag_bytes};
-    args.epilogue.ldr = channels;
+    args.epilogue.ldr = call.residual.at.there() ? call.residual.strides[0] : channels;
     args.epilogue.activation = static_cast<k::Activation>(call.activation);
     args.epilogue.slope = call.slope;
     args.ldo = call.out.strides[0];
@@ -367,8 +365,8 @@ class Cuda : public Backend {
               now.a = x;
               if (padded) {
                 now.a = scratch + rows_at;
-                check(pad_channels(x, scratch + rows_at, static_cast<int>(element), call.map.n_in, call.groups,
-                                   call.c_in, group, stream_of(frame)),
+                check(pad_channels(x, given_stride, scratch + rows_at, static_cast<int>(element), call.map.n_in,
+                                   call.groups, call.c_in, group, stream_of(frame)),
                       "pad_channels");
               }
               now.b = weights(pack.image);
@@ -504,27 +502,15 @@ class Cuda : public Backend {
   void clear(void* to, size_t bytes, void* stream) override {
     if (bytes > 0) check(cudaMemsetAsync(to, 0, bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
   }
-  void* fork(void* stream) override {
-    if (beside_ == nullptr) {
-      int least = 0, greatest = 0;  // layers wait for maps, not maps for layers
-      check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-      check(cudaStreamCreateWithPriority(&beside_, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
-      for (cudaEvent_t& event : meet_)
-        check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
-    }
-    check(cudaEventRecord(meet_[0], static_cast<cudaStream_t>(stream)), "cudaEventRecord");
-    check(cudaStreamWaitEvent(beside_, meet_[0], 0), "cudaStreamWaitEvent");
-    return beside_;
-  }
-  void join(void* stream) override {
-    check(cudaEventRecord(meet_[1], beside_), "cudaEventRecord");
-    check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), meet_[1], 0), "cudaStreamWaitEvent");
-  }
+
   void set_count(int64_t* to, int64_t value, void* stream) override {
     check(store_number(to, value, static_cast<cudaStream_t>(stream)), "storing a count");
   }
-  void copy_out(void* to, const void* from, size_t bytes) override {
-    if (bytes > 0) check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "copying a result");
+  void copy_out(void* to, const void* from, size_t pitch, size_t width, size_t rows) override {
+    if (width == 0 || rows == 0) return;
+    check(pitch == width ? cudaMemcpy(to, from, width * rows, cudaMemcpyDefault)
+                         : cudaMemcpy2D(to, width, from, pitch, width, rows, cudaMemcpyDefault),
+          "copying a result");
   }
 
   void begin(void* stream) override {
@@ -590,8 +576,7 @@ class Cuda : public Backend {
   bool graph_ = true, sm90_ = false;
   std::vector<Pack> packs_;
   cudaGraphExec_t exec_ = nullptr;
-  cudaStream_t beside_ = nullptr;
-  cudaEvent_t meet_[2] = {nullptr, nullptr};
+
   cudaEvent_t done_ = nullptr;  // of the last frame
   void* host_ = nullptr;        // its status
 

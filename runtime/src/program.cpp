@@ -10,7 +10,7 @@
 #include <iterator>
 #include <map>
 #include <unordered_map>
-#include <unordered_set>
+
 #include <utility>
 
 namespace vxm {
@@ -144,13 +144,6 @@ class Planner {
     made_.status = arena_.take(times(most_slots_, 32));
     inputs();
     for (now_ = 0; now_ < static_cast<int64_t>(steps.size()); ++now_) {
-      if (now_ == side_[0]) made_.side[0] = made_.steps.size();
-      if (now_ == side_[1]) made_.side[1] = made_.join = made_.steps.size();
-      beside_ = now_ >= side_[0] && now_ < side_[1];
-      if (now_ >= side_[1] && !joined_ && reads_beside(steps[now_])) {
-        made_.join = made_.steps.size();
-        joined_ = true;
-      }
       step(steps[now_]);
       for (Buffer& buffer : buffers_) {
         if (buffer.last <= now_ && !buffer.free) {
@@ -159,8 +152,7 @@ class Planner {
         }
       }
     }
-    if (side_[1] == now_) made_.side[1] = made_.steps.size();
-    if (!joined_) made_.join = made_.steps.size();
+
     results();
     made_.work_bytes = arena_.size();
   }
@@ -183,9 +175,7 @@ class Planner {
   std::unordered_map<int64_t, Place> count_of_status_;
   std::unordered_map<int64_t, int64_t> widths_;  // columns of an input's buffer
   int64_t most_slots_ = 0;
-  int64_t now_ = 0, side_[2] = {0, 0};
-  bool beside_ = false, joined_ = false;
-  std::unordered_set<int64_t> made_beside_;
+  int64_t now_ = 0;
   const Json* out_ = nullptr;  // of the step
 
   // ---- what the head says of levels and maps
@@ -209,10 +199,7 @@ class Planner {
       made_.given.push_back(level[1].integer() < 0);
     }
     counts_.resize(made_.bounds.size());
-    const auto steps = static_cast<int64_t>(head_["steps"].array().size());
-    const auto side = head_["side"].integers(0, steps);
-    require(side.size() == 2 && side[0] <= side[1], "'side' is no range of steps");
-    std::copy(side.begin(), side.end(), side_);
+
     for (const Json& pair : head_["widths"].array()) {
       pair.array(2);
       widths_[number_of(pair[0])] = pair[1].integer(1, INT32_MAX);
@@ -244,25 +231,6 @@ class Planner {
     for (const Json& out : head_["outputs"].array()) {
       for (const auto& [kind, content] : out.object()) visit(content, kForever);
     }
-    // What two streams use is given to nobody else.
-    for (int64_t i = side_[0]; i < side_[1]; ++i) {
-      visit(steps[i][1], kForever);
-      for (const auto& [name, value] : steps[i][2].object()) visit(value, kForever);
-      for (const Json& number : steps[i][3].array()) {
-        if (number.is_null()) continue;
-        last_[number_of(number)] = kForever;
-        made_beside_.insert(number_of(number));
-      }
-    }
-  }
-
-  bool reads_beside(const Json& step) const {
-    bool found = false;
-    visit_refs(step[1], [&](int64_t number) { found |= made_beside_.count(number) > 0; });
-    for (const auto& [name, value] : step[2].object()) {
-      visit_refs(value, [&](int64_t number) { found |= made_beside_.count(number) > 0; });
-    }
-    return found;
   }
   template <class F>
   static void visit_refs(const Json& value, const F& f) {
@@ -367,7 +335,7 @@ class Planner {
     Array made = found;
     made.strides = dense_strides(found.shape);
     const int64_t bytes = times(found.count(), bytes_of(found.dtype));
-    buffers_.push_back({arena_.take(bytes), bytes, beside_ ? kForever : now_});
+    buffers_.push_back({arena_.take(bytes), bytes, now_});
     made.at = {buffers_.back().at};
     add(backend_.copy(found, made));
     return made;
@@ -378,6 +346,14 @@ class Planner {
       fail(VXM_ERROR_UNSUPPORTED, "operator ", call.name(), " on ", name_of(made.dtype));
     }
     return made;
+  }
+
+  // (N, C) with adjacent channels.
+  Array rows_of(const Call& call, const char* name) {
+    const Array found = operand(call[name]);
+    const bool rows = found.shape.size() == 2 && found.dtype <= DType::f64 && found.strides[0] >= found.shape[1] &&
+                      (found.shape[1] <= 1 || found.strides[1] == 1);
+    return rows ? found : floating(call, name);
   }
 
   int64_t size(const Json& json) const {
@@ -479,7 +455,7 @@ class Planner {
     Step made{std::move(work), -1};
     if (made.work.scratch > 0) {
       made.scratch = arena_.take(made.work.scratch);
-      if (!beside_) scratch_.push_back({made.scratch, made.work.scratch});
+      scratch_.push_back({made.scratch, made.work.scratch});
     }
     made_.steps.push_back(std::move(made));
   }
@@ -841,7 +817,7 @@ class Planner {
   void conv(const Call& call) {
     outs(1);
     ConvCall made{};
-    made.x = floating(call, "x");
+    made.x = rows_of(call, "x");
     made.map = map_of(call);
     const Stored* const weight = stored(call, "weight");
     require(weight != nullptr, call.name(), " has no weight");
@@ -890,7 +866,7 @@ class Planner {
       require(out_type == x || (out_type == DType::f32 && x != DType::f64), "out_dtype ", name_of(out_type));
     }
     if (call.find("residual") != nullptr) {
-      made.residual = floating(call, "residual");
+      made.residual = rows_of(call, "residual");
       require(made.residual.dtype == out_type && made.residual.shape == Dims({made.map.n_out, channels}),
               "the residual of a convolution has another shape");
     }

@@ -47,23 +47,14 @@ struct Program {
   std::vector<double> rooms;
   std::vector<Limits> limits;  // of maps
   std::vector<Step> steps;
-  size_t side[2] = {0, 0};  // of `steps` those that may run beside the others: from the first, before the second
-  size_t join = 0;          // the first step that reads of them
+
   int64_t work_bytes = 0;
   int64_t status = 0, slots = 0;  // offset, and how many of 4 integers
 
   Program(const File& file, Backend& backend);
 
-  void run(const Frame& frame, Backend& backend) const {
-    Frame beside = frame;
-    for (size_t i = 0; i <= steps.size(); ++i) {
-      if (side[0] < side[1] && i == side[0]) beside.stream = backend.fork(frame.stream);
-      if (side[0] < side[1] && i == join) backend.join(frame.stream);
-      if (i == steps.size()) break;
-      const Step& step = steps[i];
-      step.work.run(i >= side[0] && i < side[1] ? beside : frame,
-                    step.scratch < 0 ? nullptr : frame.work + step.scratch);
-    }
+  void run(const Frame& frame) const {
+    for (const Step& step : steps) step.work.run(frame, step.scratch < 0 ? nullptr : frame.work + step.scratch);
   }
 };
 

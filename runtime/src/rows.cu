@@ -47,10 +47,10 @@ __global__ void copy_elements(Strided d, const T* from, T* to, int64_t count) {
 }
 
 template <class T>
-__global__ void pad(const T* from, T* to, int64_t count, int64_t channels, int64_t padded) {
+__global__ void pad(const T* from, int64_t ld, T* to, int64_t count, int64_t groups, int64_t channels, int64_t padded) {
   for (int64_t i = first_index(); i < count; i += grid_step()) {
-    const int64_t row = i / padded, c = i % padded;
-    to[i] = c < channels ? from[row * channels + c] : T{};
+    const int64_t group = i / padded, c = i % padded;
+    to[i] = c < channels ? from[group / groups * ld + group % groups * channels + c] : T{};
   }
 }
 
@@ -193,14 +193,14 @@ cudaError_t copy_strided(const Strided& dims, int element_bytes, const void* fro
   });
 }
 
-cudaError_t pad_channels(const void* from, void* to, int element_bytes, int64_t n, int64_t groups, int64_t channels,
-                         int64_t padded, cudaStream_t stream) {
+cudaError_t pad_channels(const void* from, int64_t ld, void* to, int element_bytes, int64_t n, int64_t groups,
+                         int64_t channels, int64_t padded, cudaStream_t stream) {
   const int64_t count = n * groups * padded;
   if (count == 0) return cudaSuccess;
   return by_bytes(element_bytes, [&](auto kind) {
     using T = decltype(kind);
-    pad<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<const T*>(from), static_cast<T*>(to), count, channels,
-                                                    padded);
+    pad<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<const T*>(from), ld, static_cast<T*>(to), count, groups,
+                                                    channels, padded);
   });
 }
 

@@ -16,9 +16,9 @@ enum class Number { f16, bf16, f32, f64 };
 cudaError_t store_number(int64_t* to, int64_t value, cudaStream_t stream);
 cudaError_t copy_strided(const Strided& dims, int element_bytes, const void* from, void* to, int64_t count,
                          cudaStream_t stream);
-// (n, groups, channels) with zeros behind the channels: (n, groups, padded).
-cudaError_t pad_channels(const void* from, void* to, int element_bytes, int64_t n, int64_t groups, int64_t channels,
-                         int64_t padded, cudaStream_t stream);
+// (n, groups * channels), `ld` elements from row to row, with zeros behind the channels: (n, groups, padded).
+cudaError_t pad_channels(const void* from, int64_t ld, void* to, int element_bytes, int64_t n, int64_t groups,
+                         int64_t channels, int64_t padded, cudaStream_t stream);
 // Rows of 4-byte words (or bytes), zeros from *count on.
 cudaError_t keep_rows(const void* from, void* to, int64_t n, int64_t row_bytes, const int64_t* count,
                       cudaStream_t stream);

@@ -17,7 +17,7 @@ int main(int argc, char** argv) {
   vxm_engine* engine = (vxm_engine*)&options;
   vxm_engine_info info;
   vxm_input_info of;
-  vxm_input input = {NULL, NULL, 0, NULL};
+  vxm_input input = {NULL, NULL, 0, NULL, NULL};
   vxm_frame frame;
   int64_t rows = -1;
   if (argc != 2) return 2;

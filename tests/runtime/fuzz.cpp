@@ -54,7 +54,7 @@ void run_frame(vxm_engine* engine, const std::string& how) {
       coords[i].insert(coords[i].end(), row, row + 4);
       if (of.kind == VXM_POINTS) coords[i].insert(coords[i].end(), row, row + 2);  // 3 numbers of up to 8 bytes
     }
-    inputs[i] = {coords[i].data(), data[i].data(), rows, nullptr};
+    inputs[i] = {coords[i].data(), data[i].data(), rows, nullptr, nullptr};
   }
   if (vxm_engine_run(engine, inputs.data(), info.inputs, nullptr) != VXM_OK) return;
   if (vxm_engine_status(engine, nullptr) != VXM_OK) return;

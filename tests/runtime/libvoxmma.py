@@ -110,7 +110,7 @@ class EngineInfo(ctypes.Structure):
 class Input(ctypes.Structure):
     _fields_ = (
         ("where", ctypes.c_void_p), ("data", ctypes.c_void_p), ("rows", ctypes.c_int64),
-        ("samples", ctypes.c_void_p),
+        ("samples", ctypes.c_void_p), ("count", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -187,14 +187,16 @@ class Loaded:
         self.library.check(getattr(self.library.c, name)(self.handle, *numbers, ctypes.byref(made)))
         return made
 
-    def run(self, *inputs: Any, stream: int | None = None) -> None:
-        """A frame of (coords, feats), (points, feats, samples) and tensors."""
+    def run(self, *inputs: Any, stream: int | None = None, count: torch.Tensor | None = None) -> None:
+        """A frame of (coords, feats), (points, feats, samples) and tensors. count: rows of the first."""
         given = [
             Input(leaf[0].data_ptr(), leaf[1].data_ptr(), len(leaf[0]), *(t.data_ptr() for t in leaf[2:]))
             if isinstance(leaf, tuple)
             else Input(None, leaf.data_ptr(), 0, None)
             for leaf in inputs
         ]
+        if count is not None:
+            given[0].count = count.data_ptr()
         array = (Input * len(given))(*given)
         self.library.check(
             self.library.c.vxm_engine_run(self.handle, array, len(given), ctypes.c_void_p(stream))

@@ -247,6 +247,24 @@ def test_without_a_graph_and_with_the_callers_memory(
     assert not taken
 
 
+def test_a_number_of_rows_that_the_device_knows(device: Device, library: Library, tmp_path: Path) -> None:
+    net = trained(models.SECONDBackbone(4), device, torch.float32, True)
+    coords, feats = frame(300, device)
+    engine = compile(net, voxmma.Voxels(coords, feats, batch_size=2))
+    save(engine, tmp_path / "net.engine")
+    coords[200:] = coords[0]  # behind the rows: nobody looks
+    with library.load(tmp_path / "net.engine") as loaded:
+        for n in (200, 0, 17):
+            wanted = engine((coords[:n], feats[:n])).get()
+            loaded.run((coords, feats), stream=stream_of(device), count=torch.tensor([n], device=device))
+            loaded.status()
+            assert loaded.rows(0) == n
+            for i, leaf in enumerate(wanted):
+                got, data = loaded.read(i)
+                assert got is not None and torch.equal(got, leaf.coords.cpu())
+                assert torch.equal(data, leaf.feats.cpu())
+
+
 def test_faults_of_a_frame(device: Device, library: Library, tmp_path: Path) -> None:
     net = trained(NETWORKS["others"][0](), device, torch.float32, True)
     coords, feats = frame(300, device, channels=6)

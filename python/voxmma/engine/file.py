@@ -158,7 +158,6 @@ def save(engine: Engine, path: str | Path) -> None:
             "outputs": [_output(out) for out in program.outputs],
             "returned": _spec(program.spec),
             "widths": list(program.widths.items()),
-            "side": [0, 0],  # the steps that may run beside others; the runtime without Python reads it
             "tensors": [
                 [_word(t.dtype), list(t.shape), _axes(t), t.device.type] for t in program.consts
             ],

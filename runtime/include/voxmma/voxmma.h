@@ -121,6 +121,7 @@ typedef struct vxm_input {
   const void* data;       /* voxels, points: (rows, channels) features; tensor: its values */
   int64_t rows;           /* voxels, points: 0 .. capacity */
   const int64_t* samples; /* points: (rows) sample of each, or null: all of sample 0 */
+  const int64_t* count;   /* how many of the rows there are, where the device alone knows it; or null: all */
 } vxm_input;
 
 /* A result, on the engine's device. Rows from *rows on mean nothing. */

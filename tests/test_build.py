@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,46 @@ def test_failed_download_says_how_to_get_cutlass(build, tmp_path, monkeypatch):
         build.BuildError, match=r"no network\n.*pip install --no-deps nvidia-cutlass==4\.2\.0\.0"
     ):
         build.fetch_cutlass(tmp_path)
+
+
+# ---- torches -----------------------------------------------------------------------------------------------
+
+
+def test_everything_that_a_wheel_fetches_is_pinned_by_a_hash(build):
+    """pip checks hashes once a requirement has one: every line of every list has."""
+    for name in ("torch", "cutlass", "build"):
+        lines = (ROOT / "wheels" / f"{name}.txt").read_text().splitlines()
+        pins = [line for line in lines if not line.startswith("#")]
+        assert pins and all(re.fullmatch(r"[\w-]+==[\w.]+ --hash=sha256:[0-9a-f]{64}", pin) for pin in pins)
+    minors = [build.binding.minor_of(minor) for minor in build.torch_pins()]
+    assert minors == [(2, minor) for minor in range(8, 8 + len(minors))] and len(minors) >= 8
+
+
+def test_a_wheel_is_built_for_torches_that_are_known(build, tmp_path, monkeypatch):
+    known = build.Torch(tmp_path, "2.13.0+cpu", None, True)
+    monkeypatch.setattr(build, "locate", lambda package: tmp_path)
+    monkeypatch.setattr(build.binding, "read_torch", lambda folder: known)
+    monkeypatch.setattr(build, "fetch_torch", lambda requirement, name: requirement.split()[0])
+    assert build.find_torches({}) == [known]
+    assert build.find_torches({"VOXMMA_WHEEL": "2.8 2.13"}) == [
+        "torch==2.8.0",
+        known,
+    ]  # that at hand needs no fetching
+    assert len(build.find_torches({"VOXMMA_WHEEL": "all"})) == len(build.torch_pins())
+    with pytest.raises(
+        build.BuildError, match=r"VOXMMA_WHEEL='2\.7': '2\.7' is neither the torch installed nor one of 2\.8"
+    ):
+        build.find_torches({"VOXMMA_WHEEL": "2.7"})
+
+
+def test_without_a_torch_only_an_isolated_build_fetches_headers(build, monkeypatch):
+    monkeypatch.setattr(build, "locate", lambda package: None)
+    monkeypatch.setattr(build, "fetch_torch", lambda requirement, name: requirement)
+    monkeypatch.delitem(sys.modules, "setuptools.build_meta", raising=False)
+    with pytest.raises(build.BuildError, match="torch is not installed"):
+        build.find_torches({})
+    monkeypatch.setitem(sys.modules, "setuptools.build_meta", build)
+    assert build.find_torches({}) == ["torch>=2.8"]
 
 
 # ---- files -------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def build(python: Path, out: Path) -> Path:
     """The wheel of a Python, with its tag."""
     for left in ROOT.glob("build/lib.*"):  # a module that is gone would go along
         shutil.rmtree(left)
-    env = {"VOXMMA_WHEEL": "all", "TORCH_CUDA_ARCH_LIST": ARCHS, **os.environ}
+    env = {"VOXMMA_WHEEL": "all", "VOXMMA_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ARCHS, **os.environ}
     env["PATH"] = f"{python.parent}{os.pathsep}{env['PATH']}"
     before = set(out.glob("*.whl"))
     command = [str(python), "-m", "pip", "--disable-pip-version-check", "wheel", "-v", "--no-deps"]

@@ -235,8 +235,8 @@ def report(trainer: Trainer, scores: Scores) -> None:
         )
         if scores.overflown:
             CONSOLE.print(
-                f"{scores.overflown} points have logits that are not finite. fp16 overflows while running "
-                "statistics are not yet those of the data; if it stays, try --precision bf16."
+                f"{scores.overflown} points have logits that are not finite: too large for this precision? "
+                "`evaluate --precision fp32` of the checkpoint tells."
             )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import voxmma
-from voxmma.nn import SparseConv3d
+from voxmma.nn import BatchNorm, ReLU, Sequential, SparseConv3d
 from voxmma.nn.functional import spatially_sparse_conv
 from voxmma.ops.kernels import parse_accumulator
 from voxmma.verify import accuracy
@@ -354,3 +354,17 @@ def test_a_captured_training_step_is_rescaled_and_guarded(accumulator: str) -> N
             assert [read[op]["launches"] for op in ("fprop", "dgrad", "wgrad")] == [1, 1, 1]
             assert (read["wgrad"]["nonfinite"] > 0) == (scale == math.inf)
             assert bool(captured[1].isfinite().all()) == (scale != math.inf)
+
+
+def test_fault_66_fused_convolutions_are_watched(device: torch.device) -> None:
+    """As many launches as the audit lists, and cells beyond fp16's range."""
+    layers = (SparseConv3d(8, 16, 3, bias=False), BatchNorm(16), ReLU(), SparseConv3d(16, 8, 3))
+    model = Sequential(*layers).to(device).half().eval()
+    coords = random_coords(200, 8).to(device)
+    x = voxmma.Voxels(coords, torch.ones((200, 8), device=device, dtype=torch.float16))
+    with torch.no_grad():
+        model[0].weight.fill_(60000.0)
+        with voxmma.OverflowGuard(device) as guard, voxmma.audit() as log:
+            model(x)
+        assert guard.read()["fprop"]["launches"] == len(log) == 2
+        assert guard.read()["fprop"]["nonfinite"] >= 200 * 16

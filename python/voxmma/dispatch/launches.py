@@ -25,9 +25,10 @@ from voxmma._types import DTYPE_NAMES
 from voxmma.dispatch.record import Record
 from voxmma.ops.kernels import chunk_of
 
-_LAUNCHES = frozenset(
+LAUNCHES = frozenset(
     f"voxmma::{name}" for name in ("conv", "conv_fused", "conv_fused_into", "conv_rescaled", "conv_wgrad")
 )
+"""operators that are convolutions"""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class audit(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if name in _LAUNCHES:
+        if name in LAUNCHES:
             names = [argument.name for argument in func._schema.arguments]
             given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
             self._log(name.removeprefix("voxmma::"), given, given.get("out", result))

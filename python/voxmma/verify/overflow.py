@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from voxmma.dispatch.launches import leave
+from voxmma.dispatch.launches import LAUNCHES, leave
 from voxmma.dispatch.rescale_op import _asked
 from voxmma.ops.formats import FORMATS, largest_finite
 from voxmma.ops.rescale import MAX_FP16, fp16_operands, overflow_bound
@@ -107,14 +107,15 @@ class OverflowGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if name not in ("voxmma::conv", "voxmma::conv_rescaled", "voxmma::conv_wgrad"):
+        if name not in LAUNCHES:
             return func(*args, **(kwargs or {}))
         _asked.guards.append(self)
         try:
             result = func(*args, **(kwargs or {}))
         finally:
             _asked.guards.pop()
-        self._watch(2 if name == "voxmma::conv_wgrad" else int(_in_backward()), result)
+        made = (kwargs or {}).get("out", result)
+        self._watch(2 if name == "voxmma::conv_wgrad" else int(_in_backward()), made)
         return result
 
     def _watch(self, op: int, y: Tensor) -> None:

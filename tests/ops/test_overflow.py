@@ -356,7 +356,7 @@ def test_a_captured_training_step_is_rescaled_and_guarded(accumulator: str) -> N
             assert bool(captured[1].isfinite().all()) == (scale != math.inf)
 
 
-def test_fault_66_fused_convolutions_are_watched(device: torch.device) -> None:
+def test_fault_68_fused_convolutions_are_watched(device: torch.device) -> None:
     """As many launches as the audit lists, and cells beyond fp16's range."""
     layers = (SparseConv3d(8, 16, 3, bias=False), BatchNorm(16), ReLU(), SparseConv3d(16, 8, 3))
     model = Sequential(*layers).to(device).half().eval()

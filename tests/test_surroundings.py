@@ -110,13 +110,13 @@ def test_products_on_the_cpu_are_made_with_the_switches_at_ieee(monkeypatch: pyt
     """What a processor without bf16 instructions cannot show: what the product itself sees."""
     from voxmma.ops import cpu
 
-    seen, inner = [], cpu._product
+    seen, inner = [], cpu._sums
 
-    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def sums(*args: Any) -> torch.Tensor:
         seen.append([torchflags.effective_fp32_precision(op, "cpu") for op in ("matmul", "conv")])
-        return inner(rows, weight)
+        return inner(*args)
 
-    monkeypatch.setattr(cpu, "_product", product)
+    monkeypatch.setattr(cpu, "_sums", sums)
     for name in ("medium", "mkldnn"):
         with surrounded(name):
             before = torchflags.effective_fp32_precision("matmul", "cpu")

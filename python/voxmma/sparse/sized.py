@@ -104,7 +104,8 @@ def voxels_sized(
         made = len(start) if len(start) <= capacity else 0
         merged = _combine(feats[:number][inside], order, start, longest, reduce)[:made]
         coords = unpack(keys[start])[:made]
-        return _room(coords, capacity), _room(merged, capacity), torch.tensor([made], dtype=torch.int64)
+        number_made = torch.tensor([made], dtype=torch.int64, device=coords.device)
+        return _room(coords, capacity), _room(merged, capacity), number_made
     rows = torch.arange(len(points), device=points.device)
     cells = _C.cells_of_points(points, batch, origin, edge)
     there, inside = rows < count, ((cells >= box[0]) & (cells <= box[1])).all(1)

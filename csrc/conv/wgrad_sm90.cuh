@@ -144,9 +144,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int nb = combo % grid.blocks_n, g = combo / grid.blocks_n;
   // Kernels of one pass: slot i holds one offset of [i G, (i + 1) G), G = offset_groups: offset i G + og, or, where G
   // divides the kernel volume and would put whole planes of the kernel into one group, rotated by i + i / G + ... (the
-  // digit sum of every offset of a group in base G is then the same). It shares out the well-filled offsets. In larger
-  // kernels every pass that a group's offsets are in costs a gather: there they follow each other.
-  const bool in_turn = volume > kPassOffsets;
+  // digit sum of every offset of a group in base G is then the same). It shares out the well-filled offsets. Where tiles
+  // have several passes (by the first tile of the schedule, which is a heavy one), every pass that a group's offsets are in
+  // costs a gather: there they follow each other.
+  const bool in_turn = volume > kPassOffsets || load_scheduled(plan.schedule, 0).passes > 1;
   const int most = (volume + grid.offset_groups - 1) / grid.offset_groups;
   auto slot_offset = [&](int slot) {
     if (in_turn) return og * most + slot;

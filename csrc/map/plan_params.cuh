@@ -20,6 +20,7 @@ struct ParamsOf {
   PlanArgs args;
   int volume;
   bool divide;             // by more than 1
+  bool residue_order;      // of the rows, see residue_rows
   bool pair_z;             // neighbours along z are adjacent voxels: two of a brick at a time
   int quotient[3][kSize];  // of start + i * step by div, rounded down, and what is left
   int rest[3][kSize];
@@ -72,6 +73,8 @@ template <int kSize>
 ParamsOf<kSize> make_params(const PlanArgs& args) {
   ParamsOf<kSize> p;
   p.args = args;
+  const int64_t residues = int64_t{args.div[0]} * args.div[1] * args.div[2];
+  p.residue_order = residues > 1 && residues <= kResidues;
   p.volume = volume_of(args);
   p.divide = args.div[0] != 1 || args.div[1] != 1 || args.div[2] != 1;
   p.pair_z = args.step[2] == 1 && args.div[2] == 1;

@@ -64,6 +64,67 @@ struct Query {
   }
 };
 
+// Residue order. Under a division an output row has only neighbours whose offset fits its coordinate modulo the divisor: one
+// of eight for 2x2x2 at stride 2. So the rows of a window of tiles are put in order of that residue, Morton order within,
+// before tiles are cut: a tile then uses few offsets, with most of its rows. Windows are small enough that the tiles of one
+// share their inputs in L2.
+constexpr int kResidueTiles = 4;  // of a window
+constexpr int kResidues = 27;     // at most; a divisor with more leaves the order as it is
+struct ResidueShared {
+  // By residue (the last one: no row) and 32 rows of the window: rows; then rows before them.
+  int count[(kResidues + 1) * kResidueTiles * kWarps];
+};
+
+// The caller's output row that comes to tile row t = threadIdx.x of `tile`, -1: none. `rows`: of the plan. By the whole block.
+__device__ __forceinline__ void residue_rows(const PlanArgs& args, int64_t rows, int tile, ResidueShared& s,
+                                             int* chosen /* [kTileM] */) {
+  constexpr int tiles = kResidueTiles, chunks = tiles * kWarps;
+  const int t = threadIdx.x, lane = t % 32;
+  const int residues = args.div[0] * args.div[1] * args.div[2];
+  const int64_t begin = int64_t{tile / tiles} * tiles * kTileM;
+  const int count = static_cast<int>(min(rows - begin, int64_t{tiles} * kTileM)), first = tile % tiles * kTileM;
+  const int entries = (residues + 1) * chunks;
+  const auto residue_of = [&](int row) {
+    if (row < 0) return residues;
+    const Query q = Query::make<true>(args, row);
+    return (q.rest[0] * args.div[1] + q.rest[1]) * args.div[2] + q.rest[2];
+  };
+  const auto row_at = [&](int position) { return position < count ? args.out_order[begin + position] : -1; };
+  for (int i = t; i < entries; i += kThreads) s.count[i] = 0;
+  __syncthreads();
+  for (int i = 0; i < tiles; ++i) {
+    const int position = i * kTileM + t, residue = residue_of(row_at(position));
+    const uint32_t same = __match_any_sync(0xffffffffu, residue);
+    if ((same & ((1u << lane) - 1)) == 0) s.count[residue * chunks + position / 32] = __popc(same);
+  }
+  __syncthreads();
+  if (t < 32) {  // a lane a run of entries
+    const int run = (entries + 31) / 32, from = min(lane * run, entries), to = min(from + run, entries);
+    int sum = 0;
+    for (int i = from; i < to; ++i) sum += s.count[i];
+    int before = sum;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, before, d);
+      if (lane >= d) before += other;
+    }
+    before -= sum;
+    for (int i = from; i < to; ++i) {
+      const int own = s.count[i];
+      s.count[i] = before;
+      before += own;
+    }
+  }
+  __syncthreads();
+  for (int i = 0; i < tiles; ++i) {
+    const int position = i * kTileM + t, row = row_at(position), residue = residue_of(row);
+    const uint32_t same = __match_any_sync(0xffffffffu, residue);
+    const int to = s.count[residue * chunks + position / 32] + __popc(same & ((1u << lane) - 1)) - first;
+    if (to >= 0 && to < kTileM) chosen[to] = row;
+  }
+  __syncthreads();
+}
+
 // Ascending bitonic sort of one distinct key per thread. `buffer` holds 2 * kTileM keys; its first half may be used
 // again right after, its second half after a barrier.
 __device__ __forceinline__ uint64_t block_sort(uint64_t key, uint64_t* buffer) {

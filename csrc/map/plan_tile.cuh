@@ -98,6 +98,8 @@ __device__ __forceinline__ void share_passes(const PlanArgs& args, int volume) {
   for (int i = threadIdx.x; i < passes * kFrags; i += kThreads) args.frag[args.pass_capacity * kFrags + i] = 0;
 }
 
+static_assert(sizeof(ResidueShared) <= kSetSlots * sizeof(int), "residue_rows uses the set before it is cleared");
+
 // Static shared memory of a block.
 struct BlockShared {
   int warp_total[kWarps];
@@ -141,8 +143,14 @@ struct Tile {
   // neighbours are kept as slots of the shared set. The rows' colours go to `tag`, the rows to `before`.
   __device__ __forceinline__ uint32_t find_neighbours() {
     const PlanArgs& args = p.args;
-    row = t < b.rows ? args.out_order[tile * kTileM + t] : -1;
-    reinterpret_cast<int*>(s.before)[t] = row;
+    if (kDivide && p.residue_order) {
+      residue_rows(args, Rows{args.n_out, args.out_count}.number(), tile, *reinterpret_cast<ResidueShared*>(s.set_rank),
+                   reinterpret_cast<int*>(s.before));
+      row = reinterpret_cast<const int*>(s.before)[t];
+    } else {
+      row = t < b.rows ? args.out_order[tile * kTileM + t] : -1;
+      reinterpret_cast<int*>(s.before)[t] = row;
+    }
     clear_set();
 #pragma unroll 1
     for (int i = t; i < volume; i += kThreads) s.sort_bit[i] = p.sort_bit[i];

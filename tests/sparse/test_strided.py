@@ -25,7 +25,7 @@ from voxmma.sparse import derive
 from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.tensor import Voxels
 
-from conftest import grid_coords, random_coords
+from conftest import grid_coords, random_coords, surface_coords
 
 Triple = tuple[int, int, int]
 
@@ -619,3 +619,21 @@ def test_gpu_waits_once_for_new_coordinates() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert (first, second, third) == (1, 0, 1)  # how many voxels; nothing; how large a plan
     assert (fourth, fifth - first - second - third - fourth) == (1, 0)  # overlapping windows: the same
+
+
+@pytest.mark.gpu
+def test_fine_rows_are_planned_in_residue_order() -> None:
+    """Of the eight offsets of 2x2x2 a tile of fine rows uses a few, every row is there once, and within the
+    window of 1,024 rows that it has in Morton order."""
+    coords = surface_coords(96).cuda()
+    fine = voxmma.CoordSet(coords, 1)
+    down = voxmma.kernel_map(fine, 2, stride=2)
+    order, schedule, _, frag = down.transposed().tensors[:4]
+    tiles, n = schedule.shape[1], len(coords)
+    assert torch.equal(order[order >= 0].sort().values, torch.arange(n, device="cuda", dtype=order.dtype))
+    morton = voxmma.kernel_map(fine, 3).tensors[0]  # stride 1: tiles are cut from the curve as it is
+    for begin in range(0, len(order), 1024):
+        one, other = (t[begin : begin + 1024].sort().values for t in (order, morton))
+        assert torch.equal(one, other), begin
+    used = sum(int((frag[:tiles] >> k & 1).any(1).sum()) for k in range(8))
+    assert used <= 4 * tiles, used / tiles

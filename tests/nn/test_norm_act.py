@@ -81,16 +81,18 @@ def test_values_and_gradients(device: torch.device, dtype: torch.dtype, act: str
         eps = torch.finfo(dtype).eps
         scale = float(exact.abs().max()) + 4
         assert (y.double() - exact).abs().max() <= 4 * eps * scale, (n, channels)
-        # Where a relu decides, a value on the edge may fall on either side: few do, and of half types only.
+        # Where a relu decides, a value on the edge may fall on either side: of half types a few, of others as
+        # many as lie within the rounding of a norm.
+        on_edge = 2e-2
+        if eps < 1e-4:
+            before, _ = run(case, "none", torch.float64)
+            on_edge = 2 * float((before.abs() <= eps * scale).double().mean()) ** 0.5
         for got, right, name in zip(gradients, expected, ("x", "weight", "bias", "residual"), strict=False):
             assert got.dtype == getattr(case, name).dtype and got.shape == right.shape
             if n == 2:
                 continue  # x - mean is +- the same: gradients are differences of equal numbers
             error = (got.double() - right).norm() / (right.norm() + 1e-9)
-            assert error <= 40 * eps + (2e-2 if act in ("relu", "leaky_relu") and eps > 1e-4 else 0.0), (
-                name,
-                n,
-            )
+            assert error <= 40 * eps + (on_edge if act in ("relu", "leaky_relu") else 0.0), (name, n)
 
 
 def test_statistics(device: torch.device) -> None:

@@ -263,7 +263,7 @@ def test_one_command_collects_and_makes_the_tables() -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     command = ["make", "--no-print-directory", "-n", "docs", "RAW=a.json b.json", "VENV=somewhere"]
-    env = {name: value for name, value in os.environ.items() if "MAKE" not in name}  # of a make that runs this
+    env = {name: value for name, value in os.environ.items() if "MAKE" not in name}  # not as make's child
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=env)
     wanted = ["benchmarks/collect.py a.json b.json", "benchmarks/readme_tables.py"]
     assert [line.split("bin/python ")[-1] for line in run.stdout.splitlines()[-2:]] == wanted

@@ -1,6 +1,5 @@
 // What a CPU does in loops of its own: a convolution's sums (voxmma/ops/cpu.py), a map's pairs (voxmma/sparse/build.py).
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
@@ -36,37 +35,34 @@ bool consecutive(const int64_t* rows, int64_t number) {
 }
 
 template <class T>
-void add_offset(const Tensor& x, const Tensor& weight, const int64_t* ins, const int64_t* outs, int64_t pairs,
-                T* y, int64_t n_out) {
+void add_offset(const Tensor& x, const Tensor& weight, const int64_t* ins, const int64_t* outs, int64_t pairs, T* y,
+                int64_t n_out) {
   const int64_t n_in = x.size(0), c_in = weight.size(0), c_out = weight.size(1);
   const int64_t wide = std::max<int64_t>(c_in + c_out, 1) * static_cast<int64_t>(sizeof(T));
   const int64_t most = std::min(pairs, std::max(kMinRows, kBlockBytes / wide));
-  // The same blocks however many threads there are, so that results are the same, too. Outputs of an offset are distinct.
-  at::parallel_for(0, (pairs + most - 1) / most, 1, [&](int64_t first, int64_t last) {
-    const c10::InferenceMode no_history(true);
-    Tensor gathered = at::empty({most, c_in}, x.options()), products = at::empty({most, c_out}, x.options());
-    for (int64_t block = first; block < last; ++block) {
-      const int64_t begin = block * most, number = std::min(most, pairs - begin);
-      if (number < most && block > 0) products = products.narrow(0, 0, number);
-      const int64_t* const from = ins + begin;
-      for (int64_t i = 0; i < number; ++i)
-        TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < n_in, "a kernel map refers to input row ", from[i], " of ", n_in);
-      if (consecutive(from, number)) {
-        at::cpu::mm_out(products, x.narrow(0, from[0], number), weight);
-      } else {
-        const T* const rows = x.const_data_ptr<T>();
-        T* const to = gathered.mutable_data_ptr<T>();
-        for (int64_t i = 0; i < number; ++i) std::memcpy(to + i * c_in, rows + from[i] * c_in, c_in * sizeof(T));
-        at::cpu::mm_out(products, gathered.narrow(0, 0, number), weight);
-      }
-      const T* const product = products.const_data_ptr<T>();
-      for (int64_t i = 0; i < number; ++i) {
-        const int64_t row = outs[begin + i];
-        TORCH_CHECK_INDEX(row >= 0 && row < n_out, "a kernel map refers to output row ", row, " of ", n_out);
-        add_row(y + row * c_out, product + i * c_out, c_out);
-      }
+  const c10::InferenceMode no_history(true);
+  Tensor gathered = at::empty({most, c_in}, x.options()), products = at::empty({most, c_out}, x.options());
+  for (int64_t begin = 0; begin < pairs; begin += most) {
+    const int64_t number = std::min(most, pairs - begin);
+    if (number < most) products = products.narrow(0, 0, number);
+    const int64_t* const from = ins + begin;
+    for (int64_t i = 0; i < number; ++i)
+      TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < n_in, "a kernel map refers to input row ", from[i], " of ", n_in);
+    if (consecutive(from, number)) {
+      at::cpu::mm_out(products, x.narrow(0, from[0], number), weight);
+    } else {
+      const T* const rows = x.const_data_ptr<T>();
+      T* const to = gathered.mutable_data_ptr<T>();
+      for (int64_t i = 0; i < number; ++i) std::memcpy(to + i * c_in, rows + from[i] * c_in, c_in * sizeof(T));
+      at::cpu::mm_out(products, gathered.narrow(0, 0, number), weight);
     }
-  });
+    const T* const product = products.const_data_ptr<T>();
+    for (int64_t i = 0; i < number; ++i) {
+      const int64_t row = outs[begin + i];
+      TORCH_CHECK_INDEX(row >= 0 && row < n_out, "a kernel map refers to output row ", row, " of ", n_out);
+      add_row(y + row * c_out, product + i * c_out, c_out);
+    }
+  }
 }
 
 // x (N, C_in), weight (K, C_in, C_out), both fp32 or fp64; in_rows, out_rows (P,), kptr (K + 1,) int64: the pairs of offset k

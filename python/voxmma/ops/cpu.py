@@ -112,7 +112,8 @@ def _sums(
         features, weights = round_tf32(features), round_tf32(weights)
     if transpose:
         weights = weights.transpose(2, 3)
-    if groups == 1 and accumulator in ("fp32", "fp64"):
+    if groups == 1 and accumulator in ("fp32", "fp64") and torch.get_num_threads() == 1:
+        # In blocks that stay in the cache; more threads share out whole offsets in torch's own functions.
         mirror = transpose and symmetric
         return _C.conv_sums(features, weights[:, 0], in_rows, out_rows, kptr, n_out, mirror)
     y = torch.zeros((n_out, groups * c_out), dtype=compute, device=x.device)

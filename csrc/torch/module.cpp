@@ -190,6 +190,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   voxmma::bind_checks(m);
   voxmma::bind_cached(m);
   voxmma::bind_cpu_conv(m);
+  voxmma::bind_cpu_map(m);
   voxmma::bind_prepared_conv(m);
   voxmma::bind_cuda(m);
 }

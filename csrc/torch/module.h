@@ -13,6 +13,7 @@ extern const char* const kCudaVersion;   // of the nvcc that built the kernels; 
 
 void bind_cached(py::module_& m);
 void bind_cpu_conv(py::module_& m);
+void bind_cpu_map(py::module_& m);
 void bind_prepared_conv(py::module_& m);
 #ifdef VOXMMA_WITH_CUDA  // csrc/torch/cuda
 void bind_tiles(py::module_& m);

@@ -191,7 +191,7 @@ def test_other_layers(device: Device) -> None:
     ],
 )  # fmt: skip
 def test_activations_of_torch(activation: type[nn.Module], device: Device) -> None:
-    """Whether a torch tags their operators as pointwise or not. Near: a CPU computes the last few values otherwise."""
+    """Tagged as pointwise or not. Near eager, not equal: a CPU computes the last few values otherwise."""
 
     def net(x: voxmma.Voxels) -> voxmma.Voxels:
         return x.with_feats(activation()(x.feats))

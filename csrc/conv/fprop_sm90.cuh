@@ -50,7 +50,8 @@ struct FpropConfig {
   static constexpr int kLocalAt = kRowAt + kRowSlots * kRowSlotBytes;
   static constexpr int kFragAt = kLocalAt + kPassSlots * kLocalBytes;  // [slots][kFrags] u32
   static constexpr int kHeadAt = kFragAt + kPassSlots * kFrags * 4;    // [slots] int4
-  static constexpr int kBarAt = kHeadAt + kPassSlots * 16;
+  static constexpr int kToldAt = kHeadAt + kPassSlots * 16;            // 2 u32 of fprop_small_kernel
+  static constexpr int kBarAt = kToldAt + 16;
   static constexpr int kBars = 2 * (kStages + kRowSlots + kPassSlots);
   static constexpr int kSmemBytes = kBarAt + kBars * 8 + 1024;  // + alignment of the base
   static_assert(kWeightAt % 1024 == 0 && kWeightBytes % 1024 == 0 && kLocalAt % 16 == 0 && kBarAt % 8 == 0);
@@ -312,7 +313,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         }
         walk.advance();
       }
-      asm volatile("cp.async.wait_all;\n" ::: "memory");
+      cp_async_wait_all();
     }
     if constexpr (Shared) {  // as often as the consumers
       cluster_sync();

@@ -2,8 +2,8 @@
 // caller has them, without a launch that packs them, which takes longer than such a set. Included by fprop_sm90.cuh.
 //
 // A producer warpgroup copies weights and the rows behind the first chunk, whose rows the consumers gather themselves. A
-// weight that is not finite makes sums NaN that do not meet it: where a sum is not finite, its weights are looked at, and
-// columns that have such a weight are summed anew, from pairs alone.
+// weight that is not finite makes sums NaN that do not meet it. So where a sum of a cluster is not finite, its CTAs go
+// over the item once more, with what pack_weight would have put in the place of such weights.
 #pragma once
 
 namespace voxmma::sm90 {
@@ -32,28 +32,57 @@ struct SmallB {
         cute::local_tile(sB, cute::Shape<cute::Int<C::BN>, cute::_16>{}, cute::make_coord(0, 0)));
   }
 
-  // The block of offset k, channels ci0 ... to co0 ..., by kWarps warps. Behind the last channels there are zeros.
+  // A block's pieces that lane `lane` of warp `warp`, of kWarps, has: f(row, where it lies in shared memory).
   static constexpr int kWarps = kWarpGroup / 32;
+  static constexpr int kAtOnce = 32 / kPieces, kRowStep = kWarps * kAtOnce;  // rows
+  template <class F>
+  __device__ static void each_piece(uint32_t block, int warp, int lane, F f) {
+    const int piece = lane % kPieces, row0 = warp * kAtOnce + lane / kPieces;
+    const uint32_t to = block + piece / (kAtom / 8) * kAtomBytes;
+    if (lane >= kAtOnce * kPieces) return;
+#pragma unroll
+    for (int i = 0; i < (kRows + kRowStep - 1) / kRowStep; ++i) {
+      const int row = row0 + i * kRowStep;
+      if (kRows % kRowStep != 0 && row >= kRows) break;
+      f(row, to + row * kAtomRow + swizzle(row, piece % (kAtom / 8), kAtomRow) * 16);
+    }
+  }
+
+  // The block of offset k, channels ci0 ... to co0 .... Behind the last channels there are zeros.
   __device__ static void copy(const ConvArgs& args, uint32_t block, int k, int g, int ci0, int co0, int warp,
                               int lane) {
-    constexpr int kAtOnce = 32 / kPieces, kStep = kWarps * kAtOnce;  // rows
-    const int piece = lane % kPieces, row0 = warp * kAtOnce + lane / kPieces;
+    const int piece = lane % kPieces;
     const int64_t ld = kMN ? args.c_out : args.c_in;
     const int rows = kMN ? args.c_in - ci0 : args.c_out - co0;
     const bool there = piece * 8 < (kMN ? args.c_out - co0 : args.c_in - ci0);
-    const uint32_t to = block + piece / (kAtom / 8) * kAtomBytes;
-    if (lane >= kAtOnce * kPieces) return;
     const T* src =
         static_cast<const T*>(args.raw.weight) +
         weight_at(args.plan.kernel_volume, args.groups, args.c_in, args.c_out, !kMN, args.raw.mirror, k, g, ci0, co0) +
-        row0 * ld + piece * 8;
+        (warp * kAtOnce + lane / kPieces) * ld + piece * 8;
+    each_piece(block, warp, lane, [&](int row, uint32_t to) {
+      cp_async16(to, src, there && row < rows ? 16 : 0);
+      src += kRowStep * ld;
+    });
+  }
+
+  // Puts stand_in in the place of what is not finite among the pieces that this thread copied, and says whether there was
+  // any.
+  __device__ static bool patch(uint32_t block, int warp, int lane) {
+    bool any = false;
+    each_piece(block, warp, lane, [&](int, uint32_t at) {
+      alignas(16) cuda_type<T> e[8];
+      *reinterpret_cast<uint4*>(e) = lds_v4(at);
+      bool bad = false;
 #pragma unroll
-    for (int i = 0; i < (kRows + kStep - 1) / kStep; ++i, src += kStep * ld) {
-      const int row = row0 + i * kStep;
-      if (kRows % kStep != 0 && row >= kRows) break;
-      cp_async16(to + row * kAtomRow + swizzle(row, piece % (kAtom / 8), kAtomRow) * 16, src,
-                 there && row < rows ? 16 : 0);
-    }
+      for (int i = 0; i < 8; ++i) {
+        if (!is_nonfinite(e[i])) continue;
+        e[i] = stand_in(e[i]);
+        bad = true;
+      }
+      if (bad) sts_v4(at, *reinterpret_cast<const int4*>(e));
+      any = any || bad;
+    });
+    return any;
   }
 };
 
@@ -68,16 +97,15 @@ bool copies_weights(const ConvArgs& args) {
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;\n" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory"); }
 
-// bar.red.or of the consumers.
-template <class C>
-__device__ __forceinline__ bool consumers_any(bool value) {
-  int any;
-  asm volatile(
-      "{\n.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbarrier.cta.red.or.pred q, 1, %2, p;\nselp.s32 %0, 1, 0, q;\n}\n"
-      : "=r"(any)
-      : "r"(int(value)), "n"(C::kConsumers * kWarpGroup)
-      : "memory");
-  return any != 0;
+// Stores 1 at `addr` of the shared memory of all `parts` CTAs of the cluster.
+__device__ __forceinline__ void tell_cluster(uint32_t addr, int parts) {
+  for (int rank = 0; rank < parts; ++rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.u32 [there], 1;\n}\n" ::"r"(
+            addr),
+        "r"(rank)
+        : "memory");
+  }
 }
 
 // Major: of B. wide: outputs_aligned16.
@@ -126,10 +154,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     cutlass::arch::fence_barrier_init();
   }
-  for (int i = threadIdx.x; i < C::kRowSlots * C::kRowBytes / 4; i += C::kThreads) {  // the zero rows
-    const int slot = i / (C::kRowBytes / 4), word = i % (C::kRowBytes / 4);
-    sts_u32(smem_u + C::kRowAt + slot * C::kRowSlotBytes + kUniqueMax * C::kRowBytes + word * 4, 0);
-  }
+  const auto clear_zero_rows = [&](int threads) {
+    for (int i = threadIdx.x % threads; i < C::kRowSlots * C::kRowBytes / 4; i += threads) {
+      const int slot = i / (C::kRowBytes / 4), word = i % (C::kRowBytes / 4);
+      sts_u32(smem_u + C::kRowAt + slot * C::kRowSlotBytes + kUniqueMax * C::kRowBytes + word * 4, 0);
+    }
+  };
+  clear_zero_rows(C::kThreads);
+  // What any CTA of the cluster tells all: a sum is not finite, and a weight is not.
+  const uint32_t sum_told = smem_u + C::kToldAt, weight_told = sum_told + 4;
+  if (threadIdx.x < 2) sts_u32(sum_told + threadIdx.x * 4, 0);
   const int chunks = (args.c_in + CK - 1) / CK;
   const int chunk_begin = shared_by.chunk(rank, chunks), chunk_end = shared_by.chunk_end(rank, chunks);
   const char* src = static_cast<const char*>(args.a) + g * args.a_group * 2;
@@ -174,65 +208,82 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       rs.advance();
       ++next.chunk;
     };
-    if (first_rows) {
-      mbarrier_arrive(row_full);
-      rs.advance();
-      if (chunk_begin + 1 < chunk_end) {
-        open_pass(0);
-        ++next.chunk;
+    for (bool second = false;; second = true) {
+      bool bad = false;  // a weight that this thread copied
+      next.chunk = chunk_end;
+      if (first_rows && !second) {
+        mbarrier_arrive(row_full);
+        rs.advance();
+        next.pass = 0;
+        if (chunk_begin + 1 < chunk_end) {
+          open_pass(0);
+          ++next.chunk;
+        }
+      } else {
+        next.pass = -1;
+        gather_next();
       }
-    } else {
-      next.pass = -1;
-      gather_next();
-    }
 
-    for (int p = 0; p < at.passes; ++p) {
-      const int id = at.first_pass + p;
-      const Pass pass = p == 0 ? first : load_pass(plan, id);
-      const uint32_t frag = lane < kFrags ? __ldg(plan.frag + int64_t(id) * kFrags + lane) : 0;
-      const uint32_t share = shared_by.offsets_of(rank, plan.kernel_volume, pass);
-      const uint32_t used = __reduce_or_sync(0xffffffffu, frag) & share;
-      const bool rows = pass.uniq_count > 0 && share != 0;
-      if (producer == 0) {
-        if (lane == 0) {
-          wait_empty(pass_empty + ps.index * 8, ps.phase);
-          const uint32_t bar = pass_full + ps.index * 8;
-          sts_v4(smem_u + C::kHeadAt + ps.index * 16, make_int4(used, p + 1 == at.passes, 0, rows));
-          const int begin = max(__ffs(share) - 1, 0), count = __popc(share);  // the share has no gaps
-          arrive_expect(bar, count * kTileM * 2 + kFrags * 4);
-          if (count > 0) {
-            bulk_copy(smem_u + C::kLocalAt + ps.index * C::kLocalBytes + begin * kTileM * 2,
-                      plan.local + (int64_t(at.tile) * plan.kernel_volume + pass.k_begin + begin) * kTileM,
-                      count * kTileM * 2, bar);
+      for (int p = 0; p < at.passes; ++p) {
+        const int id = at.first_pass + p;
+        const Pass pass = p == 0 ? first : load_pass(plan, id);
+        const uint32_t frag = lane < kFrags ? __ldg(plan.frag + int64_t(id) * kFrags + lane) : 0;
+        const uint32_t share = shared_by.offsets_of(rank, plan.kernel_volume, pass);
+        const uint32_t used = __reduce_or_sync(0xffffffffu, frag) & share;
+        const bool rows = pass.uniq_count > 0 && share != 0;
+        if (producer == 0) {
+          if (lane == 0) {
+            wait_empty(pass_empty + ps.index * 8, ps.phase);
+            const uint32_t bar = pass_full + ps.index * 8;
+            sts_v4(smem_u + C::kHeadAt + ps.index * 16, make_int4(used, p + 1 == at.passes, 0, rows));
+            const int begin = max(__ffs(share) - 1, 0), count = __popc(share);  // the share has no gaps
+            arrive_expect(bar, count * kTileM * 2 + kFrags * 4);
+            if (count > 0) {
+              bulk_copy(smem_u + C::kLocalAt + ps.index * C::kLocalBytes + begin * kTileM * 2,
+                        plan.local + (int64_t(at.tile) * plan.kernel_volume + pass.k_begin + begin) * kTileM,
+                        count * kTileM * 2, bar);
+            }
+            bulk_copy(smem_u + C::kFragAt + ps.index * kFrags * 4, plan.frag + int64_t(id) * kFrags, kFrags * 4, bar);
           }
-          bulk_copy(smem_u + C::kFragAt + ps.index * kFrags * 4, plan.frag + int64_t(id) * kFrags, kFrags * 4, bar);
+          __syncwarp();
+          ps.advance();
         }
-        __syncwarp();
-        ps.advance();
-      }
-      if (!rows) continue;
-      for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
-        int ahead = C::kStages;  // blocks before the next rows
-        for (uint32_t rest = used; rest != 0; --ahead) {
-          if (ahead == 0) gather_next();
-          uint32_t to = smem_u + C::kWeightAt + ws.index * C::kWeightBytes;
-          int k = 0;
-          wait_empty(weight_empty + ws.index * 8, ws.phase);
+        if (!rows) continue;
+        for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
+          int ahead = C::kStages;  // blocks before the next rows
+          for (uint32_t rest = used; rest != 0; --ahead) {
+            if (ahead == 0) gather_next();
+            const uint32_t to = smem_u + C::kWeightAt + ws.index * C::kWeightBytes, full = weight_full + ws.index * 8;
+            int k = 0;
+            wait_empty(weight_empty + ws.index * 8, ws.phase);
 #pragma unroll 1
-          for (int i = 0; i < C::kPair; ++i, to += C::kBlockBytes) {
-            if (rest != 0) k = __ffs(rest) - 1;  // an odd one out is there twice, to be multiplied by zeros
-            rest &= rest - 1;
-            B::copy(args, to, pass.k_begin + k, g, chunk * CK, col0, producer, lane);
+            for (int i = 0; i < C::kPair; ++i) {
+              if (rest != 0) k = __ffs(rest) - 1;  // an odd one out is there twice, to be multiplied by zeros
+              rest &= rest - 1;
+              B::copy(args, to + i * C::kBlockBytes, pass.k_begin + k, g, chunk * CK, col0, producer, lane);
+            }
+            if (second) {
+              cp_async_wait_all();
+#pragma unroll 1
+              for (int i = 0; i < C::kPair; ++i) bad |= B::patch(to + i * C::kBlockBytes, producer, lane);
+              mbarrier_arrive(full);
+            } else {
+              mbarrier_arrive_cp_async(full);
+            }
+            ws.advance();
           }
-          mbarrier_arrive_cp_async(weight_full + ws.index * 8);
-          ws.advance();
+          if (ahead >= 0) gather_next();
         }
-        if (ahead >= 0) gather_next();
       }
+      cp_async_wait_all();
+      if (bad) tell_cluster(weight_told, parts);
+      cluster_sync();
+      cluster_sync();
+      if (second || lds_u32(sum_told) == 0) return;
+      clear_zero_rows(kWarpGroup);  // sums lay over them
+      cutlass::arch::fence_view_async_shared();
+      __syncthreads();
     }
-    asm volatile("cp.async.wait_all;\n" ::: "memory");
-    cluster_sync();
-    cluster_sync();
   } else {  // ---- consumer warpgroups ----
     if constexpr (C::kMoveRegisters) cutlass::arch::warpgroup_reg_alloc<112>();
     if (first_rows) {
@@ -258,167 +309,164 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     };
     const int row16 = group_id * 64 + (warp % 4) * 16;  // first tile row of this warp
     Accumulator<Acc, BN> acc;
-    acc.clear();
-    bool gathered = first_rows;  // is the next chunk's gather the consumers' own?
-    for (bool last = false; !last;) {
-      wait_full(pass_full + ps.index * 8, ps.phase);
-      const uint4 head = lds_v4(smem_u + C::kHeadAt + ps.index * 16);
-      last = head.y != 0;
-      const uint32_t used = head.x;
-      const uint4 f = lds_v4(smem_u + C::kFragAt + ps.index * kFrags * 4 + group_id * 16);
-      const uint32_t mine = (f.x | f.y | f.z | f.w) & used;
-      const uint32_t local = smem_u + C::kLocalAt + ps.index * C::kLocalBytes + (row16 + lane_row) * 2;
-      if (head.w != 0) {
-        for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
-          uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
-          asm volatile("" : "+r"(rows));
-          if (gathered) {
-            gathered = false;
-            cp_async_wait<0>();
-            asm volatile("bar.sync 1, %0;\n" ::"n"(kConsumerThreads) : "memory");
-          } else {
-            wait_full(row_full + rs.index * 8, rs.phase);
-          }
-          constexpr int kBlockSteps = CK / 16, kSteps = C::kPair * kBlockSteps, kHalf = kSteps / 2;
-          uint32_t a[kSteps][4];
-          uint32_t todo = mine;
-          uint32_t at_row[C::kPair];
-          auto next_stage = [&]() {
-            int k[C::kPair];
-            k[0] = __ffs(todo != 0 ? todo : used) - 1;  // behind the last one any whose indices are there
-            uint32_t before = __popc(used & ((1u << k[0]) - 1));
-            if constexpr (C::kPair == 2) {
-              if (before % 2 != 0) k[0] = 31 - __clz(used & ((1u << k[0]) - 1));
-              const uint32_t above = used & ~((2u << k[0]) - 1);
-              k[1] = __ffs(above) - 1;
-              todo &= k[1] < 0 ? 0 : ~((2u << k[1]) - 1);
-              before /= 2;
+    for (bool second = false;; second = true) {
+      acc.clear();
+      bool gathered = first_rows && !second;  // is the next chunk's gather the consumers' own?
+      for (bool last = false; !last;) {
+        wait_full(pass_full + ps.index * 8, ps.phase);
+        const uint4 head = lds_v4(smem_u + C::kHeadAt + ps.index * 16);
+        last = head.y != 0;
+        const uint32_t used = head.x;
+        const uint4 f = lds_v4(smem_u + C::kFragAt + ps.index * kFrags * 4 + group_id * 16);
+        const uint32_t mine = (f.x | f.y | f.z | f.w) & used;
+        const uint32_t local = smem_u + C::kLocalAt + ps.index * C::kLocalBytes + (row16 + lane_row) * 2;
+        if (head.w != 0) {
+          for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
+            uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
+            asm volatile("" : "+r"(rows));
+            if (gathered) {
+              gathered = false;
+              cp_async_wait_all();
+              asm volatile("bar.sync 1, %0;\n" ::"n"(kConsumerThreads) : "memory");
             } else {
-              todo &= todo - 1;
+              wait_full(row_full + rs.index * 8, rs.phase);
             }
+            constexpr int kBlockSteps = CK / 16, kSteps = C::kPair * kBlockSteps, kHalf = kSteps / 2;
+            uint32_t a[kSteps][4];
+            uint32_t todo = mine;
+            uint32_t at_row[C::kPair];
+            auto next_stage = [&]() {
+              int k[C::kPair];
+              k[0] = __ffs(todo != 0 ? todo : used) - 1;  // behind the last one any whose indices are there
+              uint32_t before = __popc(used & ((1u << k[0]) - 1));
+              if constexpr (C::kPair == 2) {
+                if (before % 2 != 0) k[0] = 31 - __clz(used & ((1u << k[0]) - 1));
+                const uint32_t above = used & ~((2u << k[0]) - 1);
+                k[1] = __ffs(above) - 1;
+                todo &= k[1] < 0 ? 0 : ~((2u << k[1]) - 1);
+                before /= 2;
+              } else {
+                todo &= todo - 1;
+              }
 #pragma unroll
-            for (int i = 0; i < C::kPair; ++i) {
-              const int idx = k[i] < 0 ? kMissing : lds_u16(local + k[i] * (kTileM * 2));
-              at_row[i] = (rows + idx * C::kRowBytes) | swizzle(idx, lane_half, C::kRowBytes) * 16;
-            }
-            return before;
-          };
-          auto load = [&](int s) { ldmatrix_x4(a[s], at_row[s / kBlockSteps] ^ (32 * (s % kBlockSteps))); };
-          bool more = todo != 0;
-          uint32_t block = 0;
-          if (more) {
-            block = streamed + next_stage();
-#pragma unroll
-            for (int s = 0; s < kSteps; ++s) load(s);
-          }
-          while (more) {
-            const uint32_t now = block;
-            const int stage = now % C::kStages;
-            const uint64_t desc = advance(desc0, stage * (C::kWeightBytes >> 4));
-            auto step = [&](int s) {
-              wgmma<AtomT>(acc, a[s],
-                           advance(desc, s / kBlockSteps * (C::kBlockBytes >> 4) + s % kBlockSteps * (B::kStep >> 4)));
+              for (int i = 0; i < C::kPair; ++i) {
+                const int idx = k[i] < 0 ? kMissing : lds_u16(local + k[i] * (kTileM * 2));
+                at_row[i] = (rows + idx * C::kRowBytes) | swizzle(idx, lane_half, C::kRowBytes) * 16;
+              }
+              return before;
             };
-            skip_to(now);
-            wait_full(weight_full + stage * 8, now / C::kStages & 1);
-            cutlass::arch::fence_view_async_shared();  // written by cp.async, read through the async proxy
-            acc.fence();
-            cute::warpgroup_arrive();
+            auto load = [&](int s) { ldmatrix_x4(a[s], at_row[s / kBlockSteps] ^ (32 * (s % kBlockSteps))); };
+            bool more = todo != 0;
+            uint32_t block = 0;
+            if (more) {
+              block = streamed + next_stage();
 #pragma unroll
-            for (int s = 0; s < kHalf; ++s) step(s);
-            cute::warpgroup_commit_batch();
+              for (int s = 0; s < kSteps; ++s) load(s);
+            }
+            while (more) {
+              const uint32_t now = block;
+              const int stage = now % C::kStages;
+              const uint64_t desc = advance(desc0, stage * (C::kWeightBytes >> 4));
+              auto step = [&](int s) {
+                wgmma<AtomT>(
+                    acc, a[s],
+                    advance(desc, s / kBlockSteps * (C::kBlockBytes >> 4) + s % kBlockSteps * (B::kStep >> 4)));
+              };
+              skip_to(now);
+              wait_full(weight_full + stage * 8, now / C::kStages & 1);
+              cutlass::arch::fence_view_async_shared();  // written by cp.async, read through the async proxy
+              acc.fence();
+              cute::warpgroup_arrive();
 #pragma unroll
-            for (int s = kHalf; s < kSteps; ++s) step(s);
-            cute::warpgroup_commit_batch();
-            more = todo != 0;
-            block = streamed + next_stage();
-            cute::warpgroup_wait<1>();
+              for (int s = 0; s < kHalf; ++s) step(s);
+              cute::warpgroup_commit_batch();
 #pragma unroll
-            for (int s = 0; s < kHalf; ++s) load(s);
-            cute::warpgroup_wait<0>();
-            acc.fence();
-            release(weight_empty + stage * 8, lane);
-            ++seen;
+              for (int s = kHalf; s < kSteps; ++s) step(s);
+              cute::warpgroup_commit_batch();
+              more = todo != 0;
+              block = streamed + next_stage();
+              cute::warpgroup_wait<1>();
 #pragma unroll
-            for (int s = kHalf; s < kSteps; ++s) load(s);
+              for (int s = 0; s < kHalf; ++s) load(s);
+              cute::warpgroup_wait<0>();
+              acc.fence();
+              release(weight_empty + stage * 8, lane);
+              ++seen;
+#pragma unroll
+              for (int s = kHalf; s < kSteps; ++s) load(s);
+            }
+            streamed += (__popc(used) + C::kPair - 1) / C::kPair;
+            skip_to(streamed);
+            release(row_empty + rs.index * 8, lane);
+            rs.advance();
           }
-          streamed += (__popc(used) + C::kPair - 1) / C::kPair;
-          skip_to(streamed);
-          release(row_empty + rs.index * 8, lane);
-          rs.advance();
+        }
+        release(pass_empty + ps.index * 8, lane);
+        ps.advance();
+      }
+
+      // ---- sums over the cluster, epilogue, one rounding, rows scattered to the caller's order ----
+      // A thread keeps its four columns and walks down the CTA's share of the rows.
+      constexpr int kQuads = BN / 4, kWalk = kConsumerThreads / kQuads;
+      int row = kFrags * rank / parts * kFragRows + threadIdx.x / kQuads;
+      const int row_end = threadIdx.x < kWalk * kQuads ? kFrags * (rank + 1) / parts * kFragRows : 0;
+      const int col = threadIdx.x % kQuads * 4, left = args.c_out - col0;
+      const auto row_of = [&](int r) { return r < row_end ? __ldg(plan.order + int64_t(at.tile) * kTileM + r) : -1; };
+      int to = row_of(row);
+      const uint32_t sums = smem_u + ((row16 + lane / 4) * C::kSumPitch + lane % 4 * 2) * 4;
+      asm volatile("bar.sync 1, %0;\n" ::"n"(kConsumerThreads) : "memory");  // nobody reads its operands any more
+#pragma unroll
+      for (int j = 0; j < BN / 8; ++j) {
+        sts_v2(sums + j * 32, acc.pair(j, 0));
+        sts_v2(sums + j * 32 + 8 * C::kSumPitch * 4, acc.pair(j, 1));
+      }
+      cluster_arrive();
+      const int64_t channel = int64_t(g) * args.c_out + col0 + col;
+      float factor[4] = {1, 1, 1, 1}, summand[4] = {0, 0, 0, 0};
+      const bool scales = args.channels.scale.values != nullptr || args.channels.var.values != nullptr;
+      const bool adds = scales || args.channels.bias.values != nullptr || args.channels.mean.values != nullptr ||
+                        args.channels.shift.values != nullptr;
+      if (adds) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (col + e >= left) break;
+          const Folded v = fold_channel(args.channels, channel + e);
+          factor[e] = static_cast<float>(v.factor);
+          summand[e] = static_cast<float>(v.summand);
         }
       }
-      release(pass_empty + ps.index * 8, lane);
-      ps.advance();
-    }
-
-    // ---- sums over the cluster, epilogue, one rounding, rows scattered to the caller's order ----
-    // A thread keeps its four columns and walks down the CTA's share of the rows.
-    constexpr int kQuads = BN / 4, kWalk = kConsumerThreads / kQuads;
-    int row = kFrags * rank / parts * kFragRows + threadIdx.x / kQuads;
-    const int row_end = threadIdx.x < kWalk * kQuads ? kFrags * (rank + 1) / parts * kFragRows : 0;
-    const int col = threadIdx.x % kQuads * 4, left = args.c_out - col0;
-    const auto row_of = [&](int r) { return r < row_end ? __ldg(plan.order + int64_t(at.tile) * kTileM + r) : -1; };
-    int to = row_of(row);
-    const uint32_t sums = smem_u + ((row16 + lane / 4) * C::kSumPitch + lane % 4 * 2) * 4;
-    asm volatile("bar.sync 1, %0;\n" ::"n"(kConsumerThreads) : "memory");  // nobody reads its operands any more
-#pragma unroll
-    for (int j = 0; j < BN / 8; ++j) {
-      sts_v2(sums + j * 32, acc.pair(j, 0));
-      sts_v2(sums + j * 32 + 8 * C::kSumPitch * 4, acc.pair(j, 1));
-    }
-    cluster_arrive();
-    const int64_t channel = int64_t(g) * args.c_out + col0 + col;
-    float factor[4] = {1, 1, 1, 1}, summand[4] = {0, 0, 0, 0};
-    const bool scales = args.channels.scale.values != nullptr || args.channels.var.values != nullptr;
-    const bool adds = scales || args.channels.bias.values != nullptr || args.channels.mean.values != nullptr ||
-                      args.channels.shift.values != nullptr;
-    if (adds) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (col + e >= left) break;
-        const Folded v = fold_channel(args.channels, channel + e);
-        factor[e] = static_cast<float>(v.factor);
-        summand[e] = static_cast<float>(v.summand);
-      }
-    }
-    cluster_wait();
-    bool finite = true;
+      cluster_wait();
+      bool finite = true;
 #pragma unroll 1
-    for (int now = to; row < row_end; row += kWalk, now = to) {
-      to = row_of(row + kWalk);
-      if (now < 0 || col >= left) continue;
-      float4 part[kMaxParts];
+      for (int now = to; row < row_end; row += kWalk, now = to) {
+        to = row_of(row + kWalk);
+        if (now < 0 || col >= left) continue;
+        float4 part[kMaxParts];
 #pragma unroll
-      for (int p = 0; p < kMaxParts; ++p) {
-        if (p < parts) part[p] = lds_cluster(smem_u + (row * C::kSumPitch + col) * 4, p);
+        for (int p = 0; p < kMaxParts; ++p) {
+          if (p < parts) part[p] = lds_cluster(smem_u + (row * C::kSumPitch + col) * 4, p);
+        }
+        float v[4] = {part[0].x, part[0].y, part[0].z, part[0].w};
+#pragma unroll
+        for (int p = 1; p < kMaxParts; ++p) {
+          if (p < parts) v[0] += part[p].x, v[1] += part[p].y, v[2] += part[p].z, v[3] += part[p].w;
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) finite = finite && isfinite(v[e]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) v[e] = scales ? fmaf(v[e], factor[e], summand[e]) : adds ? v[e] + summand[e] : v[e];
+        finish<cuda_type<T>>(args, now, channel, v, left - col, wide);
       }
-      float v[4] = {part[0].x, part[0].y, part[0].z, part[0].w};
-#pragma unroll
-      for (int p = 1; p < kMaxParts; ++p) {
-        if (p < parts) v[0] += part[p].x, v[1] += part[p].y, v[2] += part[p].z, v[3] += part[p].w;
-      }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) finite = finite && isfinite(v[e]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) v[e] = scales ? fmaf(v[e], factor[e], summand[e]) : adds ? v[e] + summand[e] : v[e];
-      finish<cuda_type<T>>(args, now, channel, v, left - col, wide);
-    }
-    cluster_arrive();
-    if (consumers_any<C>(!finite)) {
-      using W = cuda_type<T>;
-      const int columns = min(left, BN);
-      const int64_t count = int64_t(plan.kernel_volume) * args.c_in * columns;
-      bool bad = false;
-      for (int64_t i = threadIdx.x; i < count; i += kConsumerThreads) {
-        const int co = col0 + int(i % columns), ci = int(i / columns % args.c_in), k = int(i / columns / args.c_in);
-        bad = bad ||
-              is_nonfinite(static_cast<const W*>(args.raw.weight)[weight_at(
-                  plan.kernel_volume, args.groups, args.c_in, args.c_out, !B::kMN, args.raw.mirror, k, g, ci, co)]);
-      }
-      if (consumers_any<C>(bad)) {
+      if (!second) {
+        if (__any_sync(~0u, !finite) && lane == 0) tell_cluster(sum_told, parts);
+      } else if (lds_u32(weight_told) != 0) {
+        asm volatile("bar.sync 1, %0;\n" ::"n"(kConsumerThreads) : "memory");  // other threads stored the rows
         for (int frag = kFrags * rank / parts + warp; frag < kFrags * (rank + 1) / parts; frag += C::kConsumers * 4) {
-          redo_nonfinite<dtype_of<T>, false>(args, at, frag * kFragRows, g, col0, BN, true,
+          if (!scales && !has_epilogue(args)) {
+            add_nonfinite<dtype_of<T>, false, false>(args, at, frag * kFragRows, g, col0, BN);
+            continue;
+          }
+          redo_nonfinite<dtype_of<T>, false>(args, at, frag * kFragRows, g, col0, BN,
                                              [&](int64_t row, int64_t of, float (&sum)[1]) {
                                                const Folded v = fold_channel(args.channels, of);
                                                const auto add = static_cast<float>(v.summand);
@@ -430,8 +478,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                                              });
         }
       }
+      cluster_sync();
+      if (second || lds_u32(sum_told) == 0) return;
+      __syncthreads();
     }
-    cluster_wait();
   }
 #endif
 }

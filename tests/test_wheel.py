@@ -309,14 +309,17 @@ def test_what_code_a_card_gets(capability: tuple[int, int], code: str) -> None:
 
 
 def test_fault_67_an_old_driver_is_one_sentence() -> None:
-    if not _C.HAS_CUDA:
-        pytest.skip("a build without kernels")
     for driver, runtime in ((13000, 13000), (13010, 13000), (13000, 12090), (12000, 12090)):
         assert _C.driver_problem(driver, runtime) == ""
     said = _C.driver_problem(12080, 13000)
     assert "built with CUDA 13.0 and need an NVIDIA driver for CUDA 13 (580 or newer)" in said
     assert "the one here is for CUDA 12.8" in said and "\n" not in said
     assert "there is none here" in _C.driver_problem(0, 12090)
+
+
+def test_the_runtime_is_that_of_the_kernels() -> None:
+    if not _C.HAS_CUDA:
+        pytest.skip("a build without kernels")
     assert _C.runtime_version() // 1000 == int(_C.CUDA_VERSION.split(".")[0])
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from voxmma import _surroundings, torchflags
 from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
-from voxmma.engine.inputs import MOST_ROWS, Input, Rows, check_frame
+from voxmma.engine.inputs import MOST_ROWS, Input, Rows, check_frame, put
 from voxmma.engine.memory import WORKSPACE, Meter
-from voxmma.engine.program import Program, places
+from voxmma.engine.program import Program, Ref, Step, places, reads
 from voxmma.engine.result import Result
 from voxmma.engine.survey import MARGIN
 from voxmma.sparse.geometry import Geometry
@@ -29,14 +29,19 @@ _capturing = threading.Lock()  # one graph at a time
 
 @dataclass
 class Instance:
-    """The program with capacities and rooms put in, and on a GPU its graph."""
+    """The program with capacities and rooms put in, and on a GPU its graphs."""
 
     capacities: list[int]
     rooms: list[float]
     inputs: list[Tensor]
     """what the program reads: of Voxels coordinates, features and count; of others the tensor"""
     env: dict[int, Tensor]
-    graph: Any = None
+    graphs: list[Any] = field(default_factory=list)
+    """of the program's parts"""
+    first: list[bool] = field(default_factory=list)
+    """of each input, whether the first part reads it"""
+    results: list[Tensor] = field(default_factory=list)
+    """what the results consist of, without repetition"""
     status: Tensor | None = None
     """(reports, 4) int64"""
     limits: list[tuple[int, int]] = field(default_factory=list)
@@ -44,7 +49,30 @@ class Instance:
     meter: Meter | None = None
     """of the last run that was looked at"""
     pool: int = 0
-    """bytes that the graph has reserved"""
+    """bytes that the graphs have reserved"""
+    stream: Any = None
+    """of the last frame"""
+    end: Any = None
+    """event behind the last frame"""
+    readers: list[Any] = field(default_factory=list)
+    """streams on which its results were read where they were, not copied"""
+    streams: set[int] = field(default_factory=set)
+    """that frames ran on, as the allocator knows"""
+
+    def enter(self, stream: Any, held: Sequence[Tensor]) -> None:
+        """Makes `stream` the one of the next frame, behind the last one and those who read its results. What
+        it runs on, `held` included, is not given to others before it is done."""
+        if self.stream is not None and self.stream != stream:
+            stream.wait_event(self.end)
+        for other in self.readers:
+            if other != stream:
+                stream.wait_stream(other)
+        self.readers = []
+        if stream.cuda_stream not in self.streams:
+            for tensor in (*self.inputs, *held):
+                tensor.record_stream(stream)
+            self.streams.add(stream.cuda_stream)
+        self.stream = stream
 
 
 @contextlib.contextmanager
@@ -59,11 +87,21 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, in a launch for each dtype."""
+    made = [torch.empty_like(tensor) for tensor in tensors]
+    for dtype in {tensor.dtype for tensor in tensors}:
+        pairs = [(a, b) for a, b in zip(made, tensors, strict=True) if b.dtype == dtype]
+        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+    return made
+
+
 class Engine:
     """A network that runs on the device from coordinates to its result, for any frame up to its capacity.
 
-    Made by `compile`. On a GPU a call copies the frame into the engine's buffers, replays one CUDA graph and
-    returns without having waited for the device. On a CPU it runs the same program operator by operator.
+    Made by `compile`. On a GPU a call copies the frame into the engine's buffers, replays its CUDA graphs, of
+    sets and kernel maps and of the layers, and returns without having waited for the device. On a CPU it runs
+    the same program operator by operator.
 
     Attributes:
         device: where it runs.
@@ -91,7 +129,12 @@ class Engine:
         self._roots = [number for number, level in enumerate(program.levels) if level.parent < 0]
         self._flags = torchflags.snapshot()
         self._lock = threading.RLock()
-        self._last: Any = None
+        self._places = list(dict.fromkeys(place for out in program.outputs for place in places(out)))
+        """what the results consist of, without repetition"""
+        self._begun = 0
+        """number of the last frame that began"""
+        self._lent: Sequence[Tensor] = ()
+        """the tensors that the last frame's result is, where it is no copy"""
         self.frames = 0
         """frames that were run"""
         self._instance = self._build(list(capacities), list(rooms))
@@ -197,7 +240,9 @@ class Engine:
                 wide = self._program.widths.get(ref.number)
                 if wide is not None:
                     buffers[number] = buffer.new_zeros((len(buffer), wide))
+            read = {number for step in self._program.parts()[0] for number in reads(step, Ref)}
             made = Instance(capacities, rooms, buffers, {})
+            made.first = [ref.number in read for ref in self._program.inputs]
             if self.device.type == "cuda":
                 made.limits = [
                     ops.plan_capacity(*rule, room)
@@ -213,42 +258,56 @@ class Engine:
         return [(p.geometry, p.reverse, rows[p.source], rows[p.target]) for p in self._program.plans]
 
     @_surroundings.undisturbed()
-    def _run(self, made: Instance) -> None:
+    def _run(self, made: Instance, steps: Sequence[Step], meter: Meter | None = None) -> None:
+        """A part of the program; behind the first one, what it reports is in `made.status`."""
         program = self._program
-        meter = Meter(program, made.inputs, self.device) if made.meter is None else None
-        made.env = program.run(made.inputs, made.capacities, made.rooms, meter)
+        program.run(steps, made.env, made.capacities, made.rooms, meter)
+        if made.status is None:
+            reports = program.reports
+            lines = [program.value(made.env, r.status).view(-1, ops.STATUS)[r.line] for r in reports]
+            made.status = torch.stack(lines)
+
+    def _run_all(self, made: Instance) -> None:
+        made.env, made.status = self._program.start(made.inputs), None
+        meter = Meter(self._program, made.inputs, self.device) if made.meter is None else None
+        for steps in self._program.parts():
+            self._run(made, steps, meter)
         made.meter = meter or made.meter
-        lines = [program.value(made.env, r.status).view(-1, ops.STATUS)[r.line] for r in program.reports]
-        made.status = torch.stack(lines)
+        made.results = [self._program.value(made.env, place) for place in self._places]
 
     def _capture(self, made: Instance) -> None:
-        """The program as a CUDA graph, after one run that loads what is loaded once."""
+        """The program's parts as CUDA graphs, after one run that loads what is loaded once."""
         with _capturing, torch.cuda.device(self.device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._run(made)
-                made.env = {}
-                made.status = None
+                self._run_all(made)
+                made.env, made.status, made.results = {}, None, []
             torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
-            graph = torch.cuda.CUDAGraph()
-            assert made.meter is not None
-            with (
-                _nothing_collected(),
-                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
-            ):
-                # A block for what is there at a time: else the allocator takes another one, of 20 MiB or
-                # more, whenever nothing fits.
-                torch.empty(made.meter.large, dtype=torch.uint8, device=self.device)
-                self._run(made)
-            made.graph, made.pool = graph, torch.cuda.memory_reserved() - before
+            made.env = self._program.start(made.inputs)
+            pool = torch.cuda.graph_pool_handle()
+            for steps in self._program.parts():
+                graph = torch.cuda.CUDAGraph()
+                with (
+                    _nothing_collected(),
+                    torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+                ):
+                    if not made.graphs:
+                        # A block for what is there at a time: else the allocator takes another one, of 20 MiB
+                        # or more, whenever nothing fits.
+                        assert made.meter is not None
+                        torch.empty(made.meter.large, dtype=torch.uint8, device=self.device)
+                    self._run(made, steps)
+                made.graphs.append(graph)
+            made.pool = torch.cuda.memory_reserved() - before
+            made.results = [self._program.value(made.env, place) for place in self._places]
 
     # ---- a frame
 
-    def __call__(self, *inputs: Any) -> Result:
+    def __call__(self, *inputs: Any, copy: bool = True) -> Result:
         """Runs a frame.
 
         Args:
@@ -257,6 +316,9 @@ class Engine:
                 before; in place of Points of one sample also (points, feats). N may be 0 and is at most the
                 engine's capacity, unless it may grow. Other tensors have the example's shape and dtype. All
                 on the engine's device. They are not to be written to before the result is read.
+            copy: False: the result lies in the engine's own memory, without a copy. It is there until the
+                next frame begins, and is not to be written to. A result that is read later raises
+                RuntimeError, and so do coordinates of it, and a backward pass that has kept features of it.
 
         Returns a Result, whose device work is on the current stream.
 
@@ -272,7 +334,7 @@ class Engine:
                     f"{self._instance.capacities[root]:,}: compile it with more, or with grow=True"
                 )
         with self._lock:
-            return self._frame(frame)
+            return self._frame(frame, copy)
 
     def _sparse(self, frame: list[Any]) -> list[tuple[int, Rows]]:
         """Level and leaf of each sparse input."""
@@ -282,50 +344,76 @@ class Engine:
             if given.sparse
         ]
 
-    @_surroundings.undisturbed()
-    def _frame(self, frame: list[Any]) -> Result:
+    def _frame(self, frame: list[Any], copy: bool) -> Result:
         """Enqueues a frame. Under the lock."""
         rows = self._instance.capacities
         self._grow(
             {root: len(leaf.where) for root, leaf in self._sparse(frame) if len(leaf.where) > rows[root]}
         )
-        made = self._instance
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
+        with torch.inference_mode(False), torch.no_grad():
             if self.device.type == "cuda":
-                stack.enter_context(torch.cuda.device(self.device))
-                if self._last is not None:
-                    torch.cuda.current_stream().wait_event(self._last)  # the buffers are one frame's
-            for (given, _, buffers), leaf in zip(self._input_buffers(made), frame, strict=True):
-                given.load(buffers, leaf)
-            if made.graph is not None:
-                made.graph.replay()
+                with torch.cuda.device(self.device):
+                    result = self._replay(self._instance, frame, copy)
             else:
-                with torchflags.pinned("ieee"):
-                    self._run(made)
-            result = self._result(made, frame)
-            if self.device.type == "cuda":
-                self._last = result._event
+                result = self._compute(self._instance, frame, copy)
         self.frames += 1
         return result
 
-    def _result(self, made: Instance, frame: list[Any]) -> Result:
-        program = self._program
+    def _begin(self) -> int:
+        """The number of a new frame. What the last one has lent counts as written to."""
+        if self._lent:
+            torch.autograd.graph.increment_version(self._lent)
+            self._lent = ()
+        self._begun += 1
+        return self._begun
 
-        read = [place for out in program.outputs for place in places(out)]
-        # Copies: the next frame writes into what it makes.
-        copies = {place: program.value(made.env, place).clone() for place in read}
-        outputs = [tuple(copies[place] for place in places(out)) or out for out in program.outputs]
+    def _load(self, made: Instance, frame: list[Any], part: int) -> None:
+        """Puts what the first part of the program reads, 0, or all else, 1, into the buffers."""
+        pairs = zip(self._inputs, frame, strict=True)
+        sources = (source for given, leaf in pairs for source in given.sources(leaf))
+        for buffer, first, source in zip(made.inputs, made.first, sources, strict=True):
+            if first == (part == 0):
+                put(buffer, source)
+
+    def _results(self, made: Instance, copy: bool) -> list[Tensor]:
+        """What the frame made, in copies or lent."""
+        if copy:
+            return _copies(made.results)
+        self._lent = made.results
+        return made.results
+
+    def _compute(self, made: Instance, frame: list[Any], copy: bool) -> Result:
+        """A frame on a CPU."""
+        number = self._begin()
+        self._load(made, frame, 0)
+        self._load(made, frame, 1)
+        with torchflags.pinned("ieee"):
+            self._run_all(made)
         assert made.status is not None
-        event = None
-        status = made.status
-        if made.graph is not None:
-            status = torch.empty(status.shape, dtype=status.dtype, device="cpu", pin_memory=True)
+        return Result(self, made, frame, number, self._results(made, copy), made.status)
+
+    def _replay(self, made: Instance, frame: list[Any], copy: bool) -> Result:
+        """A frame on a GPU."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("an engine is CUDA graphs: it cannot be called while another one is captured")
+        stream = torch.cuda.current_stream()
+        made.enter(stream, self._program.consts)
+        number = self._begin()
+        assert made.status is not None
+        try:
+            self._load(made, frame, 0)
+            made.graphs[0].replay()
+            # Sets and maps are made: while the layers run, the host looks at what is told of these.
+            status = torch.empty(made.status.shape, dtype=torch.int64, device="cpu", pin_memory=True)
             status.copy_(made.status, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        return Result(self, made, frame, outputs, status, event)
+            told = stream.record_event()
+            self._load(made, frame, 1)
+            for graph in made.graphs[1:]:
+                graph.replay()
+            results = self._results(made, copy)
+        finally:
+            made.end = stream.record_event()
+        return Result(self, made, frame, number, results, status, (stream, told, made.end))
 
     # ---- growth
 

@@ -169,8 +169,8 @@ class Engine:
 
     @property
     def memory(self) -> int:
-        """Bytes that a frame takes at a time beyond its own, copies of its results and weights: buffers of the
-        inputs, and what is alive between the steps and in them.
+        """Bytes that a frame takes at a time beyond its own, copies of its results, and weights: buffers of
+        the inputs, and what is alive between the steps and in them.
 
         This is what torch.cuda.max_memory_allocated would say of the same steps. On a GPU the graph keeps it
         (`reserved`). On a CPU 0 before the first frame.

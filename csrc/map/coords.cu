@@ -205,7 +205,7 @@ int64_t brick_capacity(int64_t n, int64_t bricks) {
 cudaError_t build_bricks(const int* coords, const int* order, int64_t n, const int64_t* count, Brick* table,
                          int64_t capacity, cudaStream_t stream) {
   if (n < 0 || n > INT_MAX || capacity < kBucket || capacity > UINT_MAX) return cudaErrorInvalidValue;
-  const cudaError_t error = cudaMemsetAsync(table, 0xff, size_t(capacity) * sizeof(Brick), stream);
+  const cudaError_t error = set_bytes(table, 0xff, size_t(capacity) * sizeof(Brick), stream);
   if (error != cudaSuccess || n == 0) return error;
   insert_bricks<<<blocks_for(n), kThreads, 0, stream>>>(reinterpret_cast<const int4*>(coords), order, Rows{n, count},
                                                         table, static_cast<uint32_t>(capacity));

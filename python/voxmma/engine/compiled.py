@@ -25,6 +25,7 @@ from voxmma.engine.survey import MARGIN
 from voxmma.sparse.geometry import Geometry
 
 _capturing = threading.Lock()  # one graph at a time
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass
@@ -38,8 +39,10 @@ class Instance:
     env: dict[int, Tensor]
     graphs: list[Any] = field(default_factory=list)
     """of the program's parts"""
-    first: list[bool] = field(default_factory=list)
-    """of each input, whether the first part reads it"""
+    early: list[int] = field(default_factory=list)
+    """of the inputs, what the program's first part reads"""
+    late: list[int] = field(default_factory=list)
+    """the others"""
     results: list[Tensor] = field(default_factory=list)
     """what the results consist of, without repetition"""
     status: Tensor | None = None
@@ -56,23 +59,25 @@ class Instance:
     """event behind the last frame"""
     readers: list[Any] = field(default_factory=list)
     """streams on which its results were read where they were, not copied"""
-    streams: set[int] = field(default_factory=set)
-    """that frames ran on, as the allocator knows"""
+    streams: dict[int, Any] = field(default_factory=dict)
+    """that frames ran on, as the allocator knows, by their handles"""
 
-    def enter(self, stream: Any, held: Sequence[Tensor]) -> None:
-        """Makes `stream` the one of the next frame, behind the last one and those who read its results. What
-        it runs on, `held` included, is not given to others before it is done."""
-        if self.stream is not None and self.stream != stream:
+    def enter(self, handle: int, held: Sequence[Tensor]) -> Any:
+        """Makes the current stream, of this handle, the one of the next frame, behind the last one and those
+        who read its results. What it runs on, `held` included, is not given to others before it is done."""
+        stream = self.streams.get(handle)
+        if stream is None:
+            stream = self.streams[handle] = torch.cuda.current_stream()
+            for tensor in (*self.inputs, *held):
+                tensor.record_stream(stream)
+        if self.stream is not None and self.stream is not stream:
             stream.wait_event(self.end)
         for other in self.readers:
             if other != stream:
                 stream.wait_stream(other)
         self.readers = []
-        if stream.cuda_stream not in self.streams:
-            for tensor in (*self.inputs, *held):
-                tensor.record_stream(stream)
-            self.streams.add(stream.cuda_stream)
         self.stream = stream
+        return stream
 
 
 @contextlib.contextmanager
@@ -87,6 +92,8 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies, in a launch for each dtype."""
     made = [torch.empty_like(tensor) for tensor in tensors]
@@ -242,7 +249,8 @@ class Engine:
                     buffers[number] = buffer.new_zeros((len(buffer), wide))
             read = {number for step in self._program.parts()[0] for number in reads(step, Ref)}
             made = Instance(capacities, rooms, buffers, {})
-            made.first = [ref.number in read for ref in self._program.inputs]
+            for at, ref in enumerate(self._program.inputs):
+                (made.early if ref.number in read else made.late).append(at)
             if self.device.type == "cuda":
                 made.limits = [
                     ops.plan_capacity(*rule, room)
@@ -327,14 +335,25 @@ class Engine:
                 engine has room for, more samples.
         """
         frame = check_frame(inputs, self._spec, self._inputs, self.device)
+        with self._lock:
+            rows = self._instance.capacities
+            wanted = {
+                root: len(leaf.where) for root, leaf in self._sparse(frame) if len(leaf.where) > rows[root]
+            }
+            if wanted:
+                self._make_room(wanted, frame)
+            return self._frame(frame, copy)
+
+    def _make_room(self, wanted: dict[int, int], frame: list[Any]) -> None:
+        if self.grow:
+            self._grow(wanted)
+            return
         for root, leaf in self._sparse(frame):
-            if len(leaf.where) > self._instance.capacities[root] and not self.grow:
+            if root in wanted:
                 raise ValueError(
                     f"the frame has {len(leaf.where):,} {leaf.kind}, the engine's capacity is "
                     f"{self._instance.capacities[root]:,}: compile it with more, or with grow=True"
                 )
-        with self._lock:
-            return self._frame(frame, copy)
 
     def _sparse(self, frame: list[Any]) -> list[tuple[int, Rows]]:
         """Level and leaf of each sparse input."""
@@ -345,17 +364,10 @@ class Engine:
         ]
 
     def _frame(self, frame: list[Any], copy: bool) -> Result:
-        """Enqueues a frame. Under the lock."""
-        rows = self._instance.capacities
-        self._grow(
-            {root: len(leaf.where) for root, leaf in self._sparse(frame) if len(leaf.where) > rows[root]}
-        )
-        with torch.inference_mode(False), torch.no_grad():
-            if self.device.type == "cuda":
-                with torch.cuda.device(self.device):
-                    result = self._replay(self._instance, frame, copy)
-            else:
-                result = self._compute(self._instance, frame, copy)
+        """Enqueues a frame that there is room for. Under the lock."""
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+            run = self._replay if self.device.type == "cuda" else self._compute
+            result = run(self._instance, frame, copy)
         self.frames += 1
         return result
 
@@ -367,14 +379,6 @@ class Engine:
         self._begun += 1
         return self._begun
 
-    def _load(self, made: Instance, frame: list[Any], part: int) -> None:
-        """Puts what the first part of the program reads, 0, or all else, 1, into the buffers."""
-        pairs = zip(self._inputs, frame, strict=True)
-        sources = (source for given, leaf in pairs for source in given.sources(leaf))
-        for buffer, first, source in zip(made.inputs, made.first, sources, strict=True):
-            if first == (part == 0):
-                put(buffer, source)
-
     def _results(self, made: Instance, copy: bool) -> list[Tensor]:
         """What the frame made, in copies or lent."""
         if copy:
@@ -382,32 +386,46 @@ class Engine:
         self._lent = made.results
         return made.results
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _compute(self, made: Instance, frame: list[Any], copy: bool) -> Result:
         """A frame on a CPU."""
         number = self._begin()
-        self._load(made, frame, 0)
-        self._load(made, frame, 1)
+        for buffer, source in zip(made.inputs, self._sources(frame), strict=True):
+            put(buffer, source)
         with torchflags.pinned("ieee"):
             self._run_all(made)
         assert made.status is not None
         return Result(self, made, frame, number, self._results(made, copy), made.status)
 
+    def _sources(self, frame: list[Any]) -> list[Tensor | int]:
+        """What the frame has for each buffer."""
+        return [
+            source for given, leaf in zip(self._inputs, frame, strict=True) for source in given.sources(leaf)
+        ]
+
     def _replay(self, made: Instance, frame: list[Any], copy: bool) -> Result:
-        """A frame on a GPU."""
-        if torch.cuda.is_current_stream_capturing():
+        """A frame on a GPU. What comes before the first graph is what the device waits for."""
+        index = self.device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self._replay(made, frame, copy)
+        if torch._C._cuda_isCurrentStreamCapturing():
             raise RuntimeError("an engine is CUDA graphs: it cannot be called while another one is captured")
-        stream = torch.cuda.current_stream()
-        made.enter(stream, self._program.consts)
+        stream = made.enter(torch._C._cuda_getCurrentRawStream(index), self._program.consts)
         number = self._begin()
         assert made.status is not None
         try:
-            self._load(made, frame, 0)
+            sources = self._sources(frame)
+            for at in made.early:
+                put(made.inputs[at], sources[at])
             made.graphs[0].replay()
             # Sets and maps are made: while the layers run, the host looks at what is told of these.
             status = torch.empty(made.status.shape, dtype=torch.int64, device="cpu", pin_memory=True)
             status.copy_(made.status, non_blocking=True)
             told = stream.record_event()
-            self._load(made, frame, 1)
+            for at in made.late:
+                put(made.inputs[at], sources[at])
             for graph in made.graphs[1:]:
                 graph.replay()
             results = self._results(made, copy)

@@ -161,9 +161,9 @@ def put(buffer: Tensor, source: Tensor | int) -> None:
         buffer.fill_(source)
         return
     if buffer.shape != source.shape:
-        buffer = buffer.narrow(0, 0, len(source))
+        buffer = buffer[: len(source)]
         if buffer.shape != source.shape:
-            buffer = buffer.narrow(1, 0, source.shape[1])
+            buffer = buffer[:, : source.shape[1]]
     buffer.copy_(source)
 
 

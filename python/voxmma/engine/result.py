@@ -91,8 +91,9 @@ class Result:
         if self._device is None:
             return
         stream, _, end = self._device
-        current = torch.cuda.current_stream(stream.device)
-        if current != stream:
+        current = stream
+        if torch._C._cuda_getCurrentRawStream(stream.device.index) != stream.cuda_stream:
+            current = torch.cuda.current_stream(stream.device)
             current.wait_event(end)
         if self._lent and current not in self._made.readers:
             self._made.readers.append(current)

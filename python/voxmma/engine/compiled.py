@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from voxmma import _surroundings, torchflags
+from voxmma._extension import _C
 from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
 from voxmma.engine.inputs import MOST_ROWS, Input, Rows, check_frame, put
@@ -39,8 +40,10 @@ class Instance:
     env: dict[int, Tensor]
     graphs: list[Any] = field(default_factory=list)
     """of the program's parts"""
+    coords: list[int] = field(default_factory=list)
+    """of the inputs, coordinates that a launch copies together with their number, which is two behind"""
     early: list[int] = field(default_factory=list)
-    """of the inputs, what the program's first part reads"""
+    """what else the program's first part reads"""
     late: list[int] = field(default_factory=list)
     """the others"""
     results: list[Tensor] = field(default_factory=list)
@@ -249,8 +252,15 @@ class Engine:
                     buffers[number] = buffer.new_zeros((len(buffer), wide))
             read = {number for step in self._program.parts()[0] for number in reads(step, Ref)}
             made = Instance(capacities, rooms, buffers, {})
+            begin = 0
+            for given in self._inputs:
+                if self.device.type == "cuda" and given.sparse and given.grid is None:
+                    made.coords.append(begin)
+                begin += given.count
+            together = {at + more for at in made.coords for more in (0, 2)}
             for at, ref in enumerate(self._program.inputs):
-                (made.early if ref.number in read else made.late).append(at)
+                if at not in together:
+                    (made.early if ref.number in read else made.late).append(at)
             if self.device.type == "cuda":
                 made.limits = [
                     ops.plan_capacity(*rule, room)
@@ -417,6 +427,10 @@ class Engine:
         assert made.status is not None
         try:
             sources = self._sources(frame)
+            for at in made.coords:
+                where = sources[at]
+                assert isinstance(where, Tensor)
+                _C.put_coords(where, made.inputs[at], made.inputs[at + 2])
             for at in made.early:
                 put(made.inputs[at], sources[at])
             made.graphs[0].replay()

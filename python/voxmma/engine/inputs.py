@@ -148,10 +148,7 @@ class Input:
         """What a frame's part, as `check_frame` gives it, has for each buffer; see `put`."""
         if not self.sparse:
             return [frame]
-        where = frame.where
-        if where.dtype == torch.int64:  # what does not fit stays outside of the bounds
-            where = where.clamp(-(1 << 30), 1 << 30)
-        made = [where, frame.feats, len(where)]
+        made = [frame.where, frame.feats, len(frame.where)]
         return made if self.count == 3 else [*made, 0 if frame.batch is None else frame.batch]
 
 
@@ -160,6 +157,8 @@ def put(buffer: Tensor, source: Tensor | int) -> None:
     if isinstance(source, int):
         buffer.fill_(source)
         return
+    if source.dtype == torch.int64 and buffer.dtype == torch.int32:  # what is too large stays out of bounds
+        source = source.clamp(-(1 << 30), 1 << 30)
     if buffer.shape != source.shape:
         buffer = buffer[: len(source)]
         if buffer.shape != source.shape:

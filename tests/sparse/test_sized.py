@@ -165,8 +165,6 @@ def check_empty_tiles(tensors: list[Tensor], rows: Tensor, volume: int) -> None:
         assert not passes[:, 2:].any() and not frag.any()
 
 
-@pytest.mark.parametrize("more", [0, 1, 300, 5000])
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_coordinates_are_put_into_a_buffer(dtype: torch.dtype) -> None:
@@ -183,6 +181,8 @@ def test_coordinates_are_put_into_a_buffer(dtype: torch.dtype) -> None:
         voxmma._C.put_coords(rows.cuda(), buffer[:9], count)
 
 
+@pytest.mark.parametrize("more", [0, 1, 300, 5000])
+@pytest.mark.parametrize("name", CASES)
 def test_an_index_is_that_of_the_rows(device: torch.device, name: str, more: int) -> None:
     coords = case(name)
     check_set(sized_set(coords, len(coords) + more, device), CoordSet(coords.to(device)))

@@ -247,7 +247,7 @@ def test_several_maps_at_once(device: torch.device) -> None:
         (source, exact, made, coarse, down, False),
         (made, coarse, source, exact, down, True),
         (none, empty, none, empty, SAME, False),
-        *[(source, exact, source, exact, SAME, False)] * 4,
+        *[(source, exact, source, exact, SAME, False)] * 16,
     ]
     plans = []
     for inputs, _, outputs, _, geometry, reverse in asked:

@@ -44,7 +44,7 @@ struct BatchOf {
   }
 };
 constexpr int kSmallKernel = 5;  // most offsets along an axis of plans that go together
-using Batch = BatchOf<kSmallKernel, 16>;
+using Batch = BatchOf<kSmallKernel, 20>;
 using Single = BatchOf<kMaxKernel, 1>;
 static_assert(sizeof(Batch) <= 32764 && sizeof(Single) <= 4096, "arguments of a kernel");
 

@@ -43,6 +43,30 @@ constexpr int dtype_bytes(DType dtype) {
 }
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The bits of a T as an unsigned number, and how many of them are its fraction.
+template <class T>
+struct FloatBits;
+template <>
+struct FloatBits<__half> {
+  using U = uint16_t;
+  static constexpr int kFraction = 10;
+};
+template <>
+struct FloatBits<__nv_bfloat16> {
+  using U = uint16_t;
+  static constexpr int kFraction = 7;
+};
+template <>
+struct FloatBits<float> {
+  using U = uint32_t;
+  static constexpr int kFraction = 23;
+};
+template <>
+struct FloatBits<double> {
+  using U = uint64_t;
+  static constexpr int kFraction = 52;
+};
+
 // One rounding, to nearest even, whatever the pair of types.
 template <class To, class From>
 __device__ __forceinline__ To convert(From v) {

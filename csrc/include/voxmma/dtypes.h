@@ -1,5 +1,5 @@
-// The element types, in one table that everything else about them is made from: X(DType, type in CUDA, name, and what torch and
-// numpy call it). The order is that of DType's numbers.
+// The element types, in one table that everything else about them is made from: X(DType, type in CUDA, name, and what torch calls
+// it in C++ and in Python).
 #pragma once
 
 #define VOXMMA_DTYPES(X)                               \
@@ -10,6 +10,9 @@
 
 namespace voxmma {
 
+#define VOXMMA_DTYPE(dtype, ...) dtype,
+enum class DType : int { VOXMMA_DTYPES(VOXMMA_DTYPE) };
+#undef VOXMMA_DTYPE
 #define VOXMMA_ONE(...) +1
 inline constexpr int kDTypes = 0 VOXMMA_DTYPES(VOXMMA_ONE);
 #undef VOXMMA_ONE

@@ -9,6 +9,9 @@
 // and passes of the item. A stage of offsets that no row of a warpgroup uses is skipped by that warpgroup; an offset
 // that no row of the tile uses is not even loaded. A reads cost nothing extra: ldmatrix takes one address a row.
 //
+// Where the weights of a launch fit into the weight ring, they stay there (Resident): warpgroups take their own offsets,
+// without waiting for those of others.
+//
 // Where there are fewer items than multiprocessors, a cluster of CTAs shares an item (Parts in common.cuh). When the
 // mainloops are over, every CTA leaves its fp32 sums in shared memory, and each adds a share of the rows over the whole
 // cluster in the order of the ranks.
@@ -172,10 +175,56 @@ __device__ __forceinline__ void finish_block(const ConvArgs& args, Accumulator<f
   activate(acc.r, e.activation, e.slope);
 }
 
-// Shared: a cluster of shared_by.count() CTAs to an item, and no CTA takes a second one.
+// Adds the products of a warpgroup's rows under the offsets `todo` of a pass, whose weights lie in shared memory from that
+// of its first offset (`desc`) on. While the products of two offsets are on their way, the rows of the next two are loaded.
+//   local, rows  shared addresses of this lane's local index of the first offset, and of row 0
+template <class C>
+__device__ __forceinline__ void multiply_resident(Accumulator<typename C::Acc, C::BN>& acc, uint32_t todo,
+                                                  uint32_t local, uint32_t rows, int lane_half, uint64_t desc) {
+  using AtomT = typename Atom<typename C::T, typename C::Acc, C::BN, GMMA::Major::K>::type;
+  constexpr int kBlockSteps = C::CK / 16, kSteps = C::kPair * kBlockSteps;
+  if (todo == 0) return;
+  uint32_t a[2][kSteps][4];
+  int k[2][C::kPair];
+  const auto load = [&](auto to) {
+    constexpr int kTo = decltype(to)::value;
+#pragma unroll
+    for (int i = 0; i < C::kPair; ++i) {
+      const int found = __ffs(todo) - 1;  // -1: none is left, zeros by the weights of any
+      todo &= todo - 1;
+      const int idx = found < 0 ? kMissing : lds_u16(local + found * (kTileM * 2));
+      const uint32_t at = (rows + idx * C::kRowBytes) | swizzle(idx, lane_half, C::kRowBytes) * 16;
+      k[kTo][i] = max(found, 0);
+#pragma unroll
+      for (int s = 0; s < kBlockSteps; ++s) ldmatrix_x4(a[kTo][i * kBlockSteps + s], at ^ (32 * s));
+    }
+  };
+  const auto multiply = [&](auto from) {  // returns whether there is more; what is loaded next is behind it
+    constexpr int kFrom = decltype(from)::value;
+    acc.fence();
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      wgmma<AtomT>(acc, a[kFrom][s],
+                   advance(desc, k[kFrom][s / kBlockSteps] * (C::kBlockBytes >> 4) + 2 * (s % kBlockSteps)));
+    }
+    cute::warpgroup_commit_batch();
+    const bool more = todo != 0;
+    cute::warpgroup_wait<1>();  // the products before these have read their rows
+    if (more) load(std::integral_constant<int, 1 - kFrom>());
+    return more;
+  };
+  load(std::integral_constant<int, 0>());
+  while (multiply(std::integral_constant<int, 0>()) && multiply(std::integral_constant<int, 1>())) {
+  }
+  cute::warpgroup_wait<0>();
+  acc.fence();
+}
+
+// Shared: a cluster of shared_by.count() CTAs to an item, and no CTA takes a second one. Resident: keeps_weights.
 // Fused: with an epilogue, for which a launch that is not shared has a kernel of its own: in one kernel they cost the plain
 // mainloop registers. wide: outputs_aligned16.
-template <class C, bool Shared, bool Fused>
+template <class C, bool Shared, bool Fused, bool Resident = false>
 __global__ void __launch_bounds__(C::kThreads, 1)
     fprop_kernel(const __grid_constant__ ConvArgs args, const __grid_constant__ Parts shared_by, const bool wide) {
 #if defined(VOXMMA_SM90A)
@@ -234,6 +283,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     PassWalk walk(plan.schedule, plan.tiles, worker(), workers(), per_tile);
     if (warp == C::kConsumers * 4) {  // weights and pass data
       const uint32_t flags = load_flags(args.raw);
+      if (Resident && lane == 0) {
+        const int bytes = plan.kernel_volume * C::kBlockBytes;
+        arrive_expect(weight_full, bytes);
+        bulk_copy(smem_u + C::kWeightAt, args.b, bytes, weight_full);
+      }
       RingState<C::kStages> ws;
       RingState<C::kPassSlots> ps;
       Pass next = walk.done() ? Pass{} : load_pass(plan, walk.pass());
@@ -258,7 +312,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         if (lane == 0) {
           wait_empty(pass_empty + ps.index * 8, ps.phase);
           const uint32_t bar = pass_full + ps.index * 8;
-          sts_v4(smem_u + C::kHeadAt + ps.index * 16, make_int4(used, last, nonfinite, rows));
+          sts_v4(smem_u + C::kHeadAt + ps.index * 16, make_int4(used, last, nonfinite, Resident ? pass.k_begin : rows));
           const int local_bytes = pass.k_count * kTileM * 2;
           arrive_expect(bar, local_bytes + kFrags * 4);
           bulk_copy(smem_u + C::kLocalAt + ps.index * C::kLocalBytes,
@@ -269,7 +323,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           const char* image =
               static_cast<const char*>(args.b) +
               (int64_t(g * blocks_n + nb) * plan.kernel_volume + pass.k_begin) * chunks * C::kBlockBytes;
-          for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
+          for (int chunk = chunk_begin; !Resident && chunk < chunk_end; ++chunk) {
             for (uint32_t rest = used; rest != 0;) {
               wait_empty(weight_empty + ws.index * 8, ws.phase);
               arrive_expect(weight_full + ws.index * 8, C::kWeightBytes);
@@ -334,6 +388,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
     // Weight blocks are counted through the whole kernel. Every warp waits for and releases every block, used or not:
     // a barrier tells its last phase only by parity, so nobody may run ahead or fall behind by a whole ring.
+    if (Resident) wait_full(weight_full, 0);
     uint32_t streamed = 0;  // blocks before the current chunk
     uint32_t seen = 0;      // blocks released by this warp
     auto skip_to = [&](uint32_t block) {
@@ -369,6 +424,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
             uint32_t rows = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes;
             asm volatile("" : "+r"(rows));  // computed here, not again for every offset
             wait_full(row_full + rs.index * 8, rs.phase);
+            if constexpr (Resident) {
+              multiply_resident<C>(acc, mine, local, rows, lane_half, advance(desc0, head.w * (C::kBlockBytes >> 4)));
+              release(row_empty + rs.index * 8, lane);
+              rs.advance();
+              continue;
+            }
             constexpr int kBlockSteps = CK / 16, kSteps = C::kPair * kBlockSteps, kHalf = kSteps / 2;
             uint32_t a[kSteps][4];  // A of a stage: 16 rows a warp x CK of kPair offsets
             uint32_t todo = mine;
@@ -571,6 +632,13 @@ Parts fprop_parts(const ConvArgs& args) {
       [&](int parts) { return args.sm_count / kTogether * (kTogether / parts); }, [](int) { return kSum; });
 }
 
+// Whether a launch's weights fit into the weight ring: one chunk and one block of columns.
+template <class C>
+bool keeps_weights(const ConvArgs& args) {
+  return args.groups == 1 && args.c_in <= C::CK && args.c_out <= C::BN &&
+         args.plan.kernel_volume <= C::kStages * C::kWeightBytes / C::kBlockBytes;
+}
+
 // Whether the kernel of a launch reads the caller's weights itself: where a part's steps, which take longer so, cost less
 // than packing does (ns, measured on an H200).
 template <class C>
@@ -590,6 +658,10 @@ cudaError_t fprop_launch(const ConvArgs& args, cudaStream_t stream) {
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   const Parts parts = fprop_parts<C>(args);
   auto kernel = has_epilogue(args) ? fprop_kernel<C, false, true> : fprop_kernel<C, false, false>;
+  if constexpr (C::BN <= 64) {  // wider ones hold the weights of few offsets
+    if (keeps_weights<C>(args))
+      kernel = has_epilogue(args) ? fprop_kernel<C, false, true, true> : fprop_kernel<C, false, false, true>;
+  }
   if (parts.count() > 1) {
     kernel = args.b != nullptr    ? fprop_kernel<C, true, true>
              : args.raw.transpose ? fprop_small_kernel<C, GMMA::Major::K>

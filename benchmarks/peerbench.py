@@ -469,6 +469,7 @@ def run(
         "driver": store.driver_version() if on_gpu else None,
         "rates": rates,
         "repeats": job["repeats"],
+        "limits": settings.get_limits(),
         "scenes": {scene: len(coords) for scene, coords in made.items()},
         "absent": absent,
         "rows": rows,

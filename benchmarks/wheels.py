@@ -8,9 +8,9 @@ For each torch and Python: a fresh environment with torch and what the voxmma co
 wheel alone; wheels/smoke.py and `voxmma demo` outside of the sources, with an empty cache and no compiler, so
 that nothing is compiled on import. Then the smoke test with one copy of the wheel that all torches share. An
 environment is removed before the next is made (3 to 8 GB where torch brings CUDA's libraries). --uv: uv
-installs torch and the second wheel, and keeps what torches share. Rows go to benchmarks/results/wheels.json;
-`make docs` makes the table in docs/install.md. --here writes a row for another machine's results, to be added
-to that file. Exit code 1: one failed.
+installs torch and the last Python's wheel, and keeps what torches share. Rows go to
+benchmarks/results/wheels.json; `make docs` makes the table in docs/install.md. --here writes a row for
+another machine's results, to be added to that file. Exit code 1: one failed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -61,11 +62,12 @@ def system() -> str:
 
 
 def stamp() -> dict[str, str]:
-    """Commit and date."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {"commit": commit or os.environ.get("COMMIT", ""), "date": datetime.date.today().isoformat()}
+    """Commit and date. Where there is no git, or no repository, the commit is that of the variable COMMIT."""
+    commit = os.environ.get("COMMIT", "")
+    if shutil.which("git"):
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or commit
+    return {"commit": commit, "date": datetime.date.today().isoformat()}
 
 
 class Failed(RuntimeError):
@@ -186,7 +188,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="wheels-shared-") as shared:
         for version in args.torch or pinned():
             for index, python in enumerate(args.pythons):
-                by_uv = args.uv is not None and index == 1
+                by_uv = args.uv is not None and index == len(args.pythons) - 1
                 where = Path(shared) / tag_of(python)
                 row = try_torch(version, python, wheels[python].resolve(), where, args.uv, by_uv) | stamp()
                 print(f"torch {version}, {python}: {row['problem'] or 'passed'}", flush=True)

@@ -26,6 +26,7 @@ def _shim(name: str, body: str) -> str:
 _STREAM = "St7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEE"
 _BUFFER = "St7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE"
 _POINTER = "NSt15__exception_ptr13exception_ptr"
+_STRING = "St7__cxx1112basic_stringIcSt11char_traitsIcESaIcEE"
 #: Symbols of libstdc++ newer than GCC 8, which headers of later ones ask for, by those that it has.
 SHIMS = "".join(
     (
@@ -43,6 +44,16 @@ SHIMS = "".join(
             "subq $24, %rsp\nmovq %rdi, %rsi\nleaq 8(%rsp), %rdi\n"
             f"call _Z{_POINTER}C1ERKS0_@PLT\naddq $24, %rsp\nret",
         ),
+        # In place, of a string that has the room: (pointer, ...) is what the whole takes as (position, ...).
+        _shim(
+            f"_ZN{_STRING}15_M_replace_coldEPcmPKcmm",
+            f"subq (%rdi), %rsi\njmp _ZN{_STRING}10_M_replaceEmmPKcm@PLT",
+        ),
+        _shim(
+            "__cxa_call_terminate", "subq $8, %rsp\ncall __cxa_begin_catch@PLT\ncall _ZSt9terminatev@PLT\nud2"
+        ),
+        # A name that <iostream> asks for and nobody calls; torch's libraries have initialised the streams.
+        _shim("_ZSt21ios_base_library_initv", "ret"),
         # Whether there is one thread, of glibc 2.32: to say no is right in every process.
         ".bss\n.globl __libc_single_threaded\n.hidden __libc_single_threaded\n",
         ".type __libc_single_threaded,@object\n.size __libc_single_threaded,1\n",

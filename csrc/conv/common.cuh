@@ -23,6 +23,22 @@ __device__ __forceinline__ ScheduledTile load_scheduled(const ScheduledTile* sch
   return {v.x, v.y, v.z, v.w};
 }
 
+// The two numbers that Channels make of channel i, not yet rounded.
+struct Folded {
+  double factor, summand;
+};
+__device__ __forceinline__ Folded fold_channel(const Channels& from, int64_t i) {
+  const auto number = [&](const PerChannel& of, double without) {
+    return of.values != nullptr ? load_as<double>(of.values, of.dtype, i) : without;
+  };
+  Folded v{number(from.scale, 1), number(from.bias, 0)};
+  if (from.var.values != nullptr) v.factor /= sqrt(number(from.var, 1) + from.eps);
+  if (from.mean.values != nullptr) v.summand -= number(from.mean, 0);
+  if (from.scale.values != nullptr || from.var.values != nullptr) v.summand *= v.factor;
+  if (from.shift.values != nullptr) v.summand += number(from.shift, 0);
+  return v;
+}
+
 // Position in the schedule of the tile that worker `index` of `count` takes in a round. They are dealt out in turn and,
 // in the next round, in the opposite order: of a list sorted by cost everybody gets nearly the same sum.
 __device__ __forceinline__ uint32_t dealt(uint32_t round, uint32_t index, uint32_t count) {

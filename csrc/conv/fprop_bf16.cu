@@ -12,6 +12,7 @@ const std::vector<KernelEntry>& fprop_bf16_entries() {
       fprop_sm80_entry<FpropSm80<kIn, Accum::f32, 32, 64>>("sm80_bf16_256x32x64_acc32"),
       fprop_sm80_entry<FpropSm80<kIn, Accum::f32, 64, 64>>("sm80_bf16_256x64x64_acc32"),
       fprop_sm80_entry<FpropSm80<kIn, Accum::f32, 128, 64>>("sm80_bf16_256x128x64_acc32"),
+      fprop_sm80_entry<FpropSm80<kIn, Accum::f32, 64, 64, 0, 2>>("sm80_bf16_256x64x64_small_acc32"),
   };
   return entries;
 }

@@ -12,12 +12,14 @@ const std::vector<KernelEntry>& fprop_f16_entries() {
       fprop_sm80_entry<FpropSm80<kIn, Accum::f32, 32, 64>>("sm80_f16_256x32x64_acc32"),
       fprop_sm80_entry<FpropSm80<kIn, Accum::f32, 64, 64>>("sm80_f16_256x64x64_acc32"),
       fprop_sm80_entry<FpropSm80<kIn, Accum::f32, 128, 64>>("sm80_f16_256x128x64_acc32"),
+      fprop_sm80_entry<FpropSm80<kIn, Accum::f32, 64, 64, 0, 2>>("sm80_f16_256x64x64_small_acc32"),
       fprop_sm80_entry<FpropSm80<kIn, Accum::f16, 32, 32>>("sm80_f16_256x32x32_acc16"),
       fprop_sm80_entry<FpropSm80<kIn, Accum::f16, 64, 32>>("sm80_f16_256x64x32_acc16"),
       fprop_sm80_entry<FpropSm80<kIn, Accum::f16, 128, 32>>("sm80_f16_256x128x32_acc16"),
       fprop_sm80_entry<FpropSm80<kIn, Accum::f16, 32, 64>>("sm80_f16_256x32x64_acc16"),
       fprop_sm80_entry<FpropSm80<kIn, Accum::f16, 64, 64>>("sm80_f16_256x64x64_acc16"),
       fprop_sm80_entry<FpropSm80<kIn, Accum::f16, 128, 64>>("sm80_f16_256x128x64_acc16"),
+      fprop_sm80_entry<FpropSm80<kIn, Accum::f16, 64, 64, 0, 2>>("sm80_f16_256x64x64_small_acc16"),
   };
   return entries;
 }

@@ -16,6 +16,7 @@ const std::vector<KernelEntry>& fprop_f32_entries() {
       fprop_sm80_entry<FpropSm80<kIn, Accum::f32, 64, 32, 8>>("sm80_f32_256x64x32_3xtf32"),
       fprop_sm80_entry<FpropSm80<kIn, Accum::f32, 32, 32>>("sm80_f32_256x32x32_tf32"),
       fprop_sm80_entry<FpropSm80<kIn, Accum::f32, 64, 32>>("sm80_f32_256x64x32_tf32"),
+      fprop_sm80_entry<FpropSm80<kIn, Accum::f32, 64, 32, 0, 2>>("sm80_f32_256x64x32_small_tf32"),
   };
   return entries;
 }

@@ -18,7 +18,7 @@
 
 namespace voxmma {
 
-template <DType In_, Accum Acc_, int BN_, int CK_, int Promote_ = 0>
+template <DType In_, Accum Acc_, int BN_, int CK_, int Promote_ = 0, int Stages_ = 0>
 struct FpropSm80 {
   static constexpr DType In = In_;
   static constexpr Accum Acc = Acc_;
@@ -43,7 +43,7 @@ struct FpropSm80 {
   static constexpr int kSteps = CK / kStepK;            // MMA steps of a chunk
   static constexpr int kRowBytes = CK * dtype_bytes(In);
   static constexpr int kWeightBytes = BN * kRowBytes;  // one stage: [BN][CK]
-  static constexpr int kStages = kWeightBytes >= 64 * 128 ? 3 : 4;
+  static constexpr int kStages = Stages_ > 0 ? Stages_ : kWeightBytes >= 64 * 128 ? 3 : 4;
   static constexpr int kInput = kStages * kWeightBytes;                 // [kUniqueMax + 1][CK], last row zero
   static constexpr int kLocal = kInput + (kUniqueMax + 1) * kRowBytes;  // [kPassOffsets][kTileM] uint16
   static constexpr int kSmem = kLocal + kPassOffsets * kTileM * 2;

@@ -40,8 +40,9 @@ struct FpropConfig {
   static constexpr int kPair = CK == 32 ? 2 : 1;   // offsets of a stage; 32 channels of one are over too soon
   static constexpr int kBlockBytes = BN * CK * 2;  // weights of one offset
   static constexpr int kWeightBytes = kPair * kBlockBytes;
-  static constexpr int kStages = kWeightBytes >= 16384 ? 4 : kWeightBytes <= 4096 ? 16 : 8;  // a power of two
+  static constexpr int kStages = kWeightBytes >= 12288 ? 4 : kWeightBytes <= 4096 ? 16 : 8;  // a power of two
   static constexpr int kLocalBytes = kPassOffsets * kTileM * 2;
+  static constexpr bool kMoveRegisters = BN == 128 && sizeof(Acc) == 4;  // of fprop_small_kernel
 
   // Shared memory, in bytes from a 1024-byte aligned base.
   static constexpr int kWeightAt = 0;
@@ -49,7 +50,8 @@ struct FpropConfig {
   static constexpr int kLocalAt = kRowAt + kRowSlots * kRowSlotBytes;
   static constexpr int kFragAt = kLocalAt + kPassSlots * kLocalBytes;  // [slots][kFrags] u32
   static constexpr int kHeadAt = kFragAt + kPassSlots * kFrags * 4;    // [slots] int4
-  static constexpr int kBarAt = kHeadAt + kPassSlots * 16;
+  static constexpr int kToldAt = kHeadAt + kPassSlots * 16;            // 2 u32 of fprop_small_kernel
+  static constexpr int kBarAt = kToldAt + 16;
   static constexpr int kBars = 2 * (kStages + kRowSlots + kPassSlots);
   static constexpr int kSmemBytes = kBarAt + kBars * 8 + 1024;  // + alignment of the base
   static_assert(kWeightAt % 1024 == 0 && kWeightBytes % 1024 == 0 && kLocalAt % 16 == 0 && kBarAt % 8 == 0);
@@ -60,6 +62,10 @@ struct FpropConfig {
   static constexpr int kSumPitch = BN + 8;
   static_assert(kTileM * kSumPitch * 4 <= kFragAt);
 };
+
+}  // namespace voxmma::sm90
+#include "fprop_sm90_small.cuh"
+namespace voxmma::sm90 {
 
 // The fp32 sums of an item lie in the shared memory of the cluster's CTAs. Adds those of this CTA's fragments of rows in
 // the order of the ranks, then bias and epilogue, rounds once and scatters the rows to the caller's order. Consumer
@@ -307,7 +313,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         }
         walk.advance();
       }
-      asm volatile("cp.async.wait_all;\n" ::: "memory");
+      cp_async_wait_all();
     }
     if constexpr (Shared) {  // as often as the consumers
       cluster_sync();
@@ -565,15 +571,30 @@ Parts fprop_parts(const ConvArgs& args) {
       [&](int parts) { return args.sm_count / kTogether * (kTogether / parts); }, [](int) { return kSum; });
 }
 
+// Whether the kernel of a launch reads the caller's weights itself: where a part's steps, which take longer so, cost less
+// than packing does (ns, measured on an H200).
+template <class C>
+bool fprop_reads_weights(const ConvArgs& args) {
+  constexpr int64_t kStep = C::kWeightBytes > 12288 ? 400 : C::kWeightBytes > 8192 ? 250 : 120, kPack = 2900;
+  const Parts parts = fprop_parts<C>(args);
+  if (parts.count() == 1 || !copies_weights<C>(args)) return false;
+  const int64_t volume = args.plan.kernel_volume, weights = volume * args.groups * args.c_in * args.c_out;
+  const int64_t steps = ceil_div(ceil_div(args.c_in, C::CK), parts.chunks) * ceil_div(volume, parts.offsets) / C::kPair;
+  return steps * kStep < kPack + weights * 28 / 10000;
+}
+
 template <class C>
 cudaError_t fprop_launch(const ConvArgs& args, cudaStream_t stream) {
   const int64_t items = fprop_items<C>(args);
   if (items == 0) return cudaSuccess;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
   const Parts parts = fprop_parts<C>(args);
-  auto kernel = parts.count() > 1    ? fprop_kernel<C, true, true>
-                : has_epilogue(args) ? fprop_kernel<C, false, true>
-                                     : fprop_kernel<C, false, false>;
+  auto kernel = has_epilogue(args) ? fprop_kernel<C, false, true> : fprop_kernel<C, false, false>;
+  if (parts.count() > 1) {
+    kernel = args.b != nullptr    ? fprop_kernel<C, true, true>
+             : args.raw.transpose ? fprop_small_kernel<C, GMMA::Major::K>
+                                  : fprop_small_kernel<C, GMMA::Major::MN>;
+  }
   cudaError_t err = allow_shared(reinterpret_cast<const void*>(kernel), C::kSmemBytes);
   if (err != cudaSuccess) return err;
   cudaLaunchConfig_t config{};
@@ -596,7 +617,8 @@ KernelEntry fprop_entry(const char* name, DType input) {
            Atom<typename C::T, typename C::Acc, C::BN, GMMA::Major::K>::name, 0, 90, C::kSmemBytes},
           no_workspace,
           fprop_launch<C>,
-          [](const ConvArgs& args) { return fprop_parts<C>(args).count(); }};
+          [](const ConvArgs& args) { return fprop_parts<C>(args).count(); },
+          fprop_reads_weights<C>};
 }
 
 }  // namespace voxmma::sm90

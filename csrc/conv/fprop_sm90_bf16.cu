@@ -9,9 +9,11 @@ const std::vector<KernelEntry>& fprop_sm90_bf16_entries() {
   static const std::vector<KernelEntry> entries = {
       fprop_entry<FpropConfig<T, float, 32, 32>>("sm90_bf16_256x32x32_acc32", DType::bf16),
       fprop_entry<FpropConfig<T, float, 64, 32>>("sm90_bf16_256x64x32_acc32", DType::bf16),
+      fprop_entry<FpropConfig<T, float, 96, 32>>("sm90_bf16_256x96x32_acc32", DType::bf16),
       fprop_entry<FpropConfig<T, float, 128, 32>>("sm90_bf16_256x128x32_acc32", DType::bf16),
       fprop_entry<FpropConfig<T, float, 32, 64>>("sm90_bf16_256x32x64_acc32", DType::bf16),
       fprop_entry<FpropConfig<T, float, 64, 64>>("sm90_bf16_256x64x64_acc32", DType::bf16),
+      fprop_entry<FpropConfig<T, float, 96, 64>>("sm90_bf16_256x96x64_acc32", DType::bf16),
       fprop_entry<FpropConfig<T, float, 128, 64>>("sm90_bf16_256x128x64_acc32", DType::bf16),
   };
   return entries;

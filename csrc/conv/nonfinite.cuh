@@ -131,9 +131,10 @@ __device__ __forceinline__ void add_nonfinite_to(Out* out, const ConvArgs& args,
 }
 
 // Behind an epilogue nothing can be added to a sum: outputs that such a weight reaches are made again, summed in fp32.
-template <DType In, bool Split>
+// store(row, channel over all groups, sum): finishes one.
+template <DType In, bool Split, class Store>
 __device__ __forceinline__ void redo_nonfinite(const ConvArgs& args, const ScheduledTile& at, int row0, int group,
-                                               int col0, int cols) {
+                                               int col0, int cols, Store store) {
   const int lane = threadIdx.x % 32, end = min(args.c_out, col0 + cols);
   const auto* x = static_cast<const type_of<In>*>(args.a) + group * args.a_group;
   const int out_row = __ldg(args.plan.order + static_cast<int64_t>(at.tile) * kTileM + row0 + lane % kFragRows);
@@ -155,8 +156,7 @@ __device__ __forceinline__ void redo_nonfinite(const ConvArgs& args, const Sched
               fmaf(convert<float>(x[i * args.lda + ci]), RawWeight<In, Split>(args, k, group, ci, co).factor, sum[0]);
       });
       const int o = __shfl_sync(~0u, out_row, from);
-      if (reached >> from & 1)
-        finish<type_of<In>>(args, o, static_cast<int64_t>(group) * args.c_out + co, sum, 1, true);
+      if (reached >> from & 1) store(o, static_cast<int64_t>(group) * args.c_out + co, sum);
     }
   }
 }
@@ -169,7 +169,9 @@ __device__ __forceinline__ void add_nonfinite(const ConvArgs& args, const Schedu
                                               int col0, int cols) {
   __syncwarp();  // what is added to was stored by other lanes
   if (Fused && has_epilogue(args))
-    redo_nonfinite<In, Split>(args, at, row0, group, col0, cols);
+    redo_nonfinite<In, Split>(args, at, row0, group, col0, cols, [&](int64_t row, int64_t channel, float (&sum)[1]) {
+      finish<type_of<In>>(args, row, channel, sum, 1, true);
+    });
   else if (args.out_dtype == DType::f32)
     add_nonfinite_to<In, Split>(static_cast<float*>(args.out), args, at, row0, group, col0, cols);
   else

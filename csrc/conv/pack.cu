@@ -8,24 +8,17 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kMaxPackBlocks = 1024;  // fills any device, and leaves a kernel at most 1024 flags to read
 
-__device__ __forceinline__ void fold_channel(const Channels& from, int64_t i) {
-  const auto number = [&](const PerChannel& of, double without) {
-    return of.values != nullptr ? load_as<double>(of.values, of.dtype, i) : without;
+__device__ __forceinline__ void store_channel(const Channels& to, int64_t i) {
+  const Folded v = fold_channel(to, i);
+  const auto store = [&](auto* typed, double number) {
+    if (typed != nullptr) typed[i] = static_cast<std::remove_pointer_t<decltype(typed)>>(number);
   };
-  double factor = number(from.scale, 1), summand = number(from.bias, 0);
-  if (from.var.values != nullptr) factor /= sqrt(number(from.var, 1) + from.eps);
-  if (from.mean.values != nullptr) summand -= number(from.mean, 0);
-  if (from.factor != nullptr) summand *= factor;
-  if (from.shift.values != nullptr) summand += number(from.shift, 0);
-  const auto store = [&](auto* typed, double v) {
-    if (typed != nullptr) typed[i] = static_cast<std::remove_pointer_t<decltype(typed)>>(v);
-  };
-  if (from.sums == DType::f64) {
-    store(static_cast<double*>(from.summand), summand);
-    store(static_cast<double*>(from.factor), factor);
+  if (to.sums == DType::f64) {
+    store(static_cast<double*>(to.summand), v.summand);
+    store(static_cast<double*>(to.factor), v.factor);
   } else {
-    store(static_cast<float*>(from.summand), summand);
-    store(static_cast<float*>(from.factor), factor);
+    store(static_cast<float*>(to.summand), v.summand);
+    store(static_cast<float*>(to.factor), v.factor);
   }
 }
 
@@ -78,7 +71,7 @@ __global__ void pack_kernel(PackArgs args, int n_blocks, int chunks, int64_t tot
     args.flags[gridDim.x + threadIdx.x] = 0;  // up to 16 bytes
   const int64_t channels = args.channels.summand != nullptr ? int64_t{args.groups} * args.c_out : 0;
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < channels; i += int64_t{gridDim.x} * kThreads)
-    fold_channel(args.channels, i);
+    store_channel(args.channels, i);
 }
 
 // A thread's pieces in all: 16 bytes, or a channel where k = 1.

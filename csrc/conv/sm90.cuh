@@ -129,12 +129,14 @@ struct Atom;
   };
 VOXMMA_ATOM(cutlass::half_t, float, 32, MMA_64x32x16_F32F16F16_RS)
 VOXMMA_ATOM(cutlass::half_t, float, 64, MMA_64x64x16_F32F16F16_RS)
+VOXMMA_ATOM(cutlass::half_t, float, 96, MMA_64x96x16_F32F16F16_RS)
 VOXMMA_ATOM(cutlass::half_t, float, 128, MMA_64x128x16_F32F16F16_RS)
 VOXMMA_ATOM(cutlass::half_t, cutlass::half_t, 32, MMA_64x32x16_F16F16F16_RS)
 VOXMMA_ATOM(cutlass::half_t, cutlass::half_t, 64, MMA_64x64x16_F16F16F16_RS)
 VOXMMA_ATOM(cutlass::half_t, cutlass::half_t, 128, MMA_64x128x16_F16F16F16_RS)
 VOXMMA_ATOM(cutlass::bfloat16_t, float, 32, MMA_64x32x16_F32BF16BF16_RS)
 VOXMMA_ATOM(cutlass::bfloat16_t, float, 64, MMA_64x64x16_F32BF16BF16_RS)
+VOXMMA_ATOM(cutlass::bfloat16_t, float, 96, MMA_64x96x16_F32BF16BF16_RS)
 VOXMMA_ATOM(cutlass::bfloat16_t, float, 128, MMA_64x128x16_F32BF16BF16_RS)
 #undef VOXMMA_ATOM
 

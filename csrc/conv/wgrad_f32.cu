@@ -1,5 +1,5 @@
-// fp32 weight gradient on tensor cores, mma.sync; 3xtf32 and tf32 as in fprop_f32.cu. Shared memory: 212 KB, 112 KB
-// and 144 KB.
+// fp32 weight gradient on tensor cores, mma.sync; 3xtf32 and tf32 as in fprop_f32.cu. Shared memory: 212 KB, 144 KB, and
+// 94 KB for small cards.
 #include "wgrad_sm80.cuh"
 
 namespace voxmma {
@@ -8,9 +8,10 @@ const std::vector<KernelEntry>& wgrad_f32_entries() {
   constexpr DType kIn = DType::f32;
   static const std::vector<KernelEntry> entries = {
       wgrad_sm80_entry<WgradSm80<kIn, 32, 2, 90, 32, 8>>("sm80_f32_wgrad_32x32_3xtf32"),
-      wgrad_sm80_entry<WgradSm80<kIn, 32, 1, 80, 32, 8>>("sm80_f32_wgrad_32x32_small_3xtf32"),
+      wgrad_sm80_entry<WgradSm80<kIn, 32, 2, 80, 32, 8, 512, 4, 2>>("sm80_f32_wgrad_32x32_small_3xtf32"),
       wgrad_sm80_entry<WgradSm80<kIn, 32, 2, 90, 32>>("sm80_f32_wgrad_32x32_tf32"),
       wgrad_sm80_entry<WgradSm80<kIn, 32, 1, 80, 64>>("sm80_f32_wgrad_32x64_tf32"),
+      wgrad_sm80_entry<WgradSm80<kIn, 32, 2, 80, 32, 0, 512, 4, 2>>("sm80_f32_wgrad_32x32_small_tf32"),
   };
   return entries;
 }

@@ -1,7 +1,8 @@
 // Weight gradient with mma.sync (sm_80 and newer): dW[k] = sum over pairs (i, j) of offset k of x[i]^T dy[j], in fp32.
 //
 // A CTA owns up to 8 offsets, one CO-channel block of dy and one CI-channel block of x, and walks over a range of tiles.
-//   4 producer warps keep kStages tiles in flight: the pass's unique rows of x, the tile's rows of dy, the local indices
+//   4 producer warps feed two rings: the unique rows of passes of x with their local indices, up to kStages passes that
+//   share kXRows rows, and kYSlots parts of a tile's rows of dy
 //   8 consumer warps, one offset each: list the pairs of (tile, offset) without gaps, then multiply 16 pairs at a time
 //     (fp32: 8); both operands come from the resident rows, by ldmatrix.trans with one address per pair (fp32: by
 //     16-byte loads). Warps left over help with the offset next to the kernel's centre, which has the most pairs.
@@ -13,7 +14,10 @@
 
 namespace voxmma {
 
-template <DType In_, int CI_, int Stages_, int Arch_, int CO_ = 64, int Promote_ = 0>
+// XRows, YParts, YSlots: rows of the ring of x, parts of a tile that dy comes in, and of these in flight. By default whole
+// tiles, Stages of both.
+template <DType In_, int CI_, int Stages_, int Arch_, int CO_ = 64, int Promote_ = 0, int XRows_ = Stages_ * kUniqueMax,
+          int YParts_ = 1, int YSlots_ = Stages_>
 struct WgradSm80 {
   static constexpr DType In = In_;
   static constexpr int CI = CI_, CO = CO_;  // channels of x (MMA rows) and of dy (MMA columns)
@@ -28,23 +32,26 @@ struct WgradSm80 {
   static constexpr int kFragsM = CI / 16, kFragsN = CO / 8;
   static constexpr int kStepK = 32 / dtype_bytes(In);  // pairs of an MMA step
   static constexpr int kRowX = CI * dtype_bytes(In), kRowY = CO * dtype_bytes(In);
-  // One stage. The last row of dy and of x is zero: pairs that fill up a list point there.
-  static constexpr int kY = 0;                                  // [kTileM + 1][CO]
-  static constexpr int kX = kY + (kTileM + 1) * kRowY;          // [kUniqueMax + 1][CI]
-  static constexpr int kLocal = kX + (kUniqueMax + 1) * kRowX;  // [kWarps][kTileM] uint16
-  static constexpr int kInfo = kLocal + kWarps * kTileM * 2;    // int4 {1 or 0 = end, k_begin, k_count, 0}
-  static constexpr int kStageBytes = (kInfo + 16 + 127) / 128 * 128;
-  // Behind the stages.
-  static constexpr int kListLength = kTileM + kFragRows;
-  static constexpr int kList = kStages * kStageBytes;              // [kWarps][kListLength] uint32: x row | dy row << 16
-  static constexpr int kIndex = kList + kWarps * kListLength * 4;  // [kUniqueMax] x rows, [kTileM] dy rows of a step
-  static constexpr int kFull = kIndex + (kUniqueMax + kTileM) * 4;  // mbarriers [kStages]
-  static constexpr int kEmpty = kFull + kStages * 8;
-  static constexpr int kSmem = kEmpty + kStages * 8;
+  static constexpr int kXRows = XRows_, kYParts = YParts_, kYSlots = YSlots_, kYRows = kTileM / kYParts;
+  static constexpr int kY = 0;  // [kYSlots][kYRows + 1][CO], the last row zero
+  static constexpr int kYBytes = (kYRows + 1) * kRowY;
+  static constexpr int kX = kY + kYSlots * kYBytes;        // [kXRows + 1][CI], the last row zero
+  static constexpr int kRows = kX + (kXRows + 1) * kRowX;  // of all of these
+  static constexpr int kLocal = (kRows + 15) / 16 * 16;    // [kStages][kWarps][kTileM] uint16
+  static constexpr int kInfo =
+      kLocal + kStages * kWarps * kTileM * 2;  // [kStages] int4 {1 or 0 = end, k_begin, k_count, row}
+  static constexpr int kListLength = kYRows + kFragRows;
+  static constexpr int kList = kInfo + kStages * 16;               // [kWarps][kListLength] uint32: x row | dy row << 16
+  static constexpr int kIndex = kList + kWarps * kListLength * 4;  // [kUniqueMax] x rows, [kYRows] dy rows of a step
+  static constexpr int kBars = kIndex + (kUniqueMax + kYRows) * 4;  // mbarriers, full and empty ones of both rings
+  static constexpr int kSmem = kBars + 2 * (kStages + kYSlots) * 8;
+  static constexpr int kSwizzleRows = 8;  // after so many rows swizzles repeat
+  static_assert(kXRows >= kUniqueMax && kXRows % kSwizzleRows == 0 && kYBytes % 128 == 0, "a pass fits, swizzles stay");
+  static_assert(kXRows >= kStages * kUniqueMax || kStages == 2, "a pass looks at the one before it");
   static_assert(dtype_bytes(In) == 4 ? CI % 32 == 0 && CO % 32 == 0 && kRowY <= 256 : kRowX == 128 || kRowX == 64,
                 "rows that swizzle() knows, and whole loads");
   static_assert(Promote == 0 || (In == DType::f32 && Promote == kStepK), "3xTF32");
-  static_assert((kWarps - 1) * CI * CO * 4 <= kStages * kStageBytes, "helpers hand their sums over through the stages");
+  static_assert((kWarps - 1) * CI * CO * 4 <= kRows, "helpers hand their sums over through the rings");
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -65,8 +72,10 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int offse
   const int volume = plan.kernel_volume;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const uint32_t base = smem_address(smem);
-  const auto full = [&](int stage) { return base + C::kFull + stage * 8; };
-  const auto empty = [&](int stage) { return base + C::kEmpty + stage * 8; };
+  const auto x_full = [&](int stage) { return base + C::kBars + stage * 8; };
+  const auto x_empty = [&](int stage) { return base + C::kBars + (C::kStages + stage) * 8; };
+  const auto y_full = [&](int slot) { return base + C::kBars + (2 * C::kStages + slot) * 8; };
+  const auto y_empty = [&](int slot) { return base + C::kBars + (2 * C::kStages + C::kYSlots + slot) * 8; };
 
   // Blocks that read the same tiles run next to each other: the range of tiles is the slowest index.
   unsigned rest = blockIdx.x;
@@ -81,78 +90,93 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int offse
   const int o0 = static_cast<int>(static_cast<int64_t>(volume) * ob / offset_blocks);  // offsets [o0, o1)
   const int o1 = static_cast<int>(static_cast<int64_t>(volume) * (ob + 1) / offset_blocks);
 
+  constexpr int kEach = C::kProducers / 2;  // warps that share the rows of x, and of dy
   if (threadIdx.x == 0) {
-    for (int s = 0; s < C::kStages; ++s) {
-      mbarrier_init(full(s), C::kProducers * 32 + 1);  // every producer lane's copies, and the step's description
-      mbarrier_init(empty(s), C::kWarps * kReleases);
+    for (int i = 0; i < C::kStages; ++i) {
+      mbarrier_init(x_full(i), kEach * 32 + 1);  // every producer lane's copies, and the pass's description
+      mbarrier_init(x_empty(i), C::kWarps * kReleases);
+    }
+    for (int i = 0; i < C::kYSlots; ++i) {
+      mbarrier_init(y_full(i), kEach * 32);
+      mbarrier_init(y_empty(i), C::kWarps * kReleases);
     }
   }
-  for (int s = 0; s < C::kStages; ++s) {  // zero rows
-    unsigned char* stage = smem + s * C::kStageBytes;
+  if (threadIdx.x < C::kRowX / 16)  // zero rows
+    reinterpret_cast<uint4*>(smem + C::kX + C::kXRows * C::kRowX)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+  for (int i = 0; i < C::kYSlots; ++i) {
     if (threadIdx.x < C::kRowY / 16)
-      reinterpret_cast<uint4*>(stage + C::kY + kTileM * C::kRowY)[threadIdx.x] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x < C::kRowX / 16)
-      reinterpret_cast<uint4*>(stage + C::kX + kMissing * C::kRowX)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+      reinterpret_cast<uint4*>(smem + C::kY + i * C::kYBytes + C::kYRows * C::kRowY)[threadIdx.x] =
+          make_uint4(0, 0, 0, 0);
   }
   __syncthreads();
 
   if (warp >= C::kWarps) {
     // ---- producers -----------------------------------------------------------------------------------------------
     if constexpr (C::kArch == 90) VOXMMA_SETMAXNREG("dec", 56);
-    constexpr int kEach = C::kProducers / 2;  // warps that share the rows of x, and of dy
     const bool is_x = warp < C::kWarps + kEach;
     const int sub = (warp - C::kWarps) % kEach;              // which part of the rows
-    const bool describes = !is_x && sub == 0;                // copies local indices and writes the description
     int* index = reinterpret_cast<int*>(smem + C::kIndex) +  // numbers of the warp's rows in this step
-                 (is_x ? sub * (kUniqueMax / kEach) : kUniqueMax + sub * (kTileM / kEach));
-    int stage = 0, parity = 0;
-    // Copies rows [begin, end), numbered index[0], ... (-1: zeros): 16-byte piece lane % P of row lane / P, and so on.
+                 (is_x ? sub * (kUniqueMax / kEach) : kUniqueMax + sub * (C::kYRows / kEach));
+    int stage = 0, parity = 0;  // of the warp's ring
+    int row0 = 0, before = 0;   // where the pass begins in the ring of x, and rows of the pass before it
+    // Fetches the numbers of rows [begin, end) ahead of the wait for room.
+    const auto fetch = [&](const int* numbers, int begin, int end) {
+      __syncwarp();  // the previous step's numbers have been read
+#pragma unroll 4
+      for (int i = lane; i < end - begin; i += 32) index[i] = __ldg(numbers + begin + i);
+      __syncwarp();
+    };
+    // Copies those rows (-1: zeros): 16-byte piece lane % P of row lane / P, and so on. place(row): its row in `dst`.
     const auto copy_rows = [&](auto row_bytes, uint32_t dst, const T* src, int64_t ld, int channel0, int channels,
-                               int begin, int end) {
+                               int begin, int end, auto place) {
       constexpr int kRow = decltype(row_bytes)::value, kPieces = kRow / 16, kStride = 32 / kPieces;
       const int piece = lane % kPieces, channel = channel0 + piece * (16 / static_cast<int>(sizeof(T)));
       const int bytes = max(0, min(16, (channels - channel) * static_cast<int>(sizeof(T))));
       const T* from = bytes > 0 ? src + channel : src;
 #pragma unroll 4
       for (int row = begin + lane / kPieces; row < end; row += kStride) {
-        const int at = index[row - begin];
-        cp_async16(dst + row * kRow + swizzle(row, piece, kRow) * 16, from + (at < 0 ? 0 : at) * ld,
-                   at < 0 ? 0 : bytes);
+        const int at = index[row - begin], to = place(row);
+        cp_async16(dst + to * kRow + swizzle(to, piece, kRow) * 16, from + (at < 0 ? 0 : at) * ld, at < 0 ? 0 : bytes);
       }
     };
-    const auto produce = [&](int tile, const Pass& pass) {
-      // The rows' numbers are fetched before the stage is free, so that their latency is hidden.
-      const int rows = is_x ? pass.uniq_count : kTileM;
+    const auto produce_x = [&](int tile, const Pass& pass) {
+      const int rows = pass.uniq_count, whole = (rows + C::kSwizzleRows - 1) / C::kSwizzleRows * C::kSwizzleRows;
       const int begin = rows * sub / kEach, end = rows * (sub + 1) / kEach;
-      const int* numbers = is_x ? plan.uniq + static_cast<int64_t>(pass.uniq_begin4) * 4
-                                : plan.order + static_cast<int64_t>(tile) * kTileM;
-      __syncwarp();  // the previous step's numbers have been read
-#pragma unroll 4
-      for (int i = 0; i < kUniqueMax / kEach / 32; ++i)
-        if (begin + i * 32 + lane < end) index[i * 32 + lane] = __ldg(numbers + begin + i * 32 + lane);
-      __syncwarp();
-      mbarrier_wait(empty(stage), parity ^ 1);
-      const uint32_t dst = base + stage * C::kStageBytes;
-      if (is_x) {
-        copy_rows(std::integral_constant<int, C::kRowX>(), dst + C::kX,
-                  static_cast<const T*>(args.a) + group * args.a_group, args.lda, ci0, args.c_in, begin, end);
-      } else {
-        copy_rows(std::integral_constant<int, C::kRowY>(), dst + C::kY,
-                  static_cast<const T*>(args.b) + group * args.b_group, args.ldb, co0, args.c_out, begin, end);
-      }
-      if (describes) {
+      fetch(plan.uniq + static_cast<int64_t>(pass.uniq_begin4) * 4, begin, end);
+      mbarrier_wait(x_empty(stage), parity ^ 1);
+      if (C::kXRows < C::kStages * kUniqueMax && before + whole > C::kXRows)  // the pass before is in the way
+        mbarrier_wait(x_empty(stage == 0 ? C::kStages - 1 : stage - 1), stage == 0 ? parity ^ 1 : parity);
+      copy_rows(std::integral_constant<int, C::kRowX>(), base + C::kX,
+                static_cast<const T*>(args.a) + group * args.a_group, args.lda, ci0, args.c_in, begin, end,
+                [&](int row) { return row0 + row < C::kXRows ? row0 + row : row0 + row - C::kXRows; });
+      if (sub == 0) {
         for (int k = max(o0, pass.k_begin); k < min(o1, pass.k_begin + pass.k_count); ++k) {
           const uint16_t* src = plan.local + (static_cast<int64_t>(tile) * volume + k) * kTileM;
-          cp_async16(dst + C::kLocal + (k - o0) * kTileM * 2 + lane * 16, src + lane * 8);
+          cp_async16(base + C::kLocal + (stage * C::kWarps + k - o0) * kTileM * 2 + lane * 16, src + lane * 8);
         }
         if (lane == 0) {
-          *reinterpret_cast<int4*>(smem + stage * C::kStageBytes + C::kInfo) =
-              make_int4(1, pass.k_begin, pass.k_count, 0);
-          mbarrier_arrive(full(stage));
+          *reinterpret_cast<int4*>(smem + C::kInfo + stage * 16) = make_int4(1, pass.k_begin, pass.k_count, row0);
+          mbarrier_arrive(x_full(stage));
         }
       }
-      mbarrier_arrive_cp_async(full(stage));
+      mbarrier_arrive_cp_async(x_full(stage));
+      row0 += whole;
+      if (row0 >= C::kXRows) row0 -= C::kXRows;
+      before = whole;
       if (++stage == C::kStages) stage = 0, parity ^= 1;
+    };
+    const auto produce_y = [&](int tile) {
+#pragma unroll 1
+      for (int part = 0; part < C::kYParts; ++part) {
+        const int begin = C::kYRows * sub / kEach, end = C::kYRows * (sub + 1) / kEach;
+        fetch(plan.order + static_cast<int64_t>(tile) * kTileM + part * C::kYRows, begin, end);
+        mbarrier_wait(y_empty(stage), parity ^ 1);
+        copy_rows(std::integral_constant<int, C::kRowY>(), base + C::kY + stage * C::kYBytes,
+                  static_cast<const T*>(args.b) + group * args.b_group, args.ldb, co0, args.c_out, begin, end,
+                  [](int row) { return row; });
+        mbarrier_arrive_cp_async(y_full(stage));
+        if (++stage == C::kYSlots) stage = 0, parity ^= 1;
+      }
     };
 
     for (uint32_t round = 0, position; (position = dealt(round, split, splits)) < static_cast<uint32_t>(plan.tiles);
@@ -168,16 +192,21 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int offse
           const int from = __ffs(hits) - 1;
           const Pass pass = {__shfl_sync(~0u, mine.k_begin, from), __shfl_sync(~0u, mine.k_count, from),
                              __shfl_sync(~0u, mine.uniq_begin4, from), __shfl_sync(~0u, mine.uniq_count, from)};
-          produce(tile, pass);
+          if (is_x)
+            produce_x(tile, pass);
+          else
+            produce_y(tile);
         }
       }
     }
-    mbarrier_wait(empty(stage), parity ^ 1);  // the end
-    if (describes && lane == 0) {
-      *reinterpret_cast<int4*>(smem + stage * C::kStageBytes + C::kInfo) = make_int4(0, 0, 0, 0);
-      mbarrier_arrive(full(stage));
+    if (is_x) {  // the end
+      mbarrier_wait(x_empty(stage), parity ^ 1);
+      if (sub == 0 && lane == 0) {
+        *reinterpret_cast<int4*>(smem + C::kInfo + stage * 16) = make_int4(0, 0, 0, 0);
+        mbarrier_arrive(x_full(stage));
+      }
+      mbarrier_arrive_cp_async(x_full(stage));
     }
-    mbarrier_arrive_cp_async(full(stage));
     return;
   }
 
@@ -197,24 +226,26 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int offse
   const int mine = piece_of(lane / 4);
 
   typename C::Sum acc[C::kFragsM][C::kFragsN];  // [CI / 16][CO / 8] of m16n8: x channels by dy channels
-  int stage = 0, parity = 0;
+  int stage = 0, parity = 0, slot = 0, slot_parity = 0, y_part = 0;
   while (true) {
-    mbarrier_wait(full(stage), parity);
-    const int4 info = *reinterpret_cast<const int4*>(smem + stage * C::kStageBytes + C::kInfo);
+    if (y_part == 0) mbarrier_wait(x_full(stage), parity);
+    const int4 info = *reinterpret_cast<const int4*>(smem + C::kInfo + stage * 16);
     if (info.x == 0) break;
+    mbarrier_wait(y_full(slot), slot_parity);
     if (k >= info.y && k < info.y + info.z) {
       // The pairs of this tile and offset, without gaps, filled up with zero rows to whole steps.
-      const uint16_t* local =
-          reinterpret_cast<const uint16_t*>(smem + stage * C::kStageBytes + C::kLocal) + (k - o0) * kTileM;
+      const uint16_t* local = reinterpret_cast<const uint16_t*>(smem + C::kLocal) +
+                              (stage * C::kWarps + k - o0) * kTileM + y_part * C::kYRows;
       int pairs = 0;
 #pragma unroll
-      for (int row = lane; row < kTileM; row += 32) {
+      for (int row = lane; row < C::kYRows; row += 32) {
         const int from = local[row];
         const uint32_t has = __ballot_sync(~0u, from != kMissing);
-        if (from != kMissing) list[pairs + __popc(has & ((1u << lane) - 1))] = from | row << 16;
+        const int x_row = info.w + from < C::kXRows ? info.w + from : info.w + from - C::kXRows;
+        if (from != kMissing) list[pairs + __popc(has & ((1u << lane) - 1))] = x_row | row << 16;
         pairs += __popc(has);
       }
-      if (lane < kFragRows) list[pairs + lane] = kMissing | kTileM << 16;
+      if (lane < kFragRows) list[pairs + lane] = C::kXRows | C::kYRows << 16;
       __syncwarp();
       const int steps = (pairs + C::kStepK - 1) / C::kStepK;
 
@@ -224,14 +255,12 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int offse
       // fp32:   lane reads pieces of pairs lane % 4 and lane % 4 + 4, for A and for B.
       constexpr bool kWide = sizeof(T) == 4;
       const int pair[2] = {kWide ? lane % 4 : lane / 16 * 8 + lane % 8, kWide ? lane % 4 + 4 : lane % 16};
-      const unsigned char* rows = smem + stage * C::kStageBytes;
-      const uint32_t s_x = base + stage * C::kStageBytes + C::kX;
-      const uint32_t s_y = base + stage * C::kStageBytes + C::kY;
+      const uint32_t s_x = base + C::kX, s_y = base + C::kY + slot * C::kYBytes;
       uint32_t a[C::kFragsM][4], b[2][C::kFragsN / 2][4];
       uint32_t entry[2] = {0, 0};                     // list entries of the step after the one being loaded
       uint32_t row_x[2] = {0, 0}, row_y[2] = {0, 0};  // its shared memory addresses (16 bit: [0] only)
       const auto read_list = [&](int step) {
-        const int at = min(step * C::kStepK, kTileM);  // behind the end: read, never used
+        const int at = min(step * C::kStepK, C::kYRows);  // behind the end: read, never used
         entry[0] = list[at + pair[0]];
         entry[1] = list[at + pair[1]];
       };
@@ -241,7 +270,7 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int offse
           for (int h = 0; h < 2; ++h) {
             const int x = static_cast<int>(entry[h] & 0xffff), y = static_cast<int>(entry[h] >> 16);
             row_x[h] = C::kX + x * C::kRowX + swizzle(x, mine, C::kRowX) * 16;
-            row_y[h] = C::kY + y * C::kRowY + swizzle(y, mine, C::kRowY) * 16;
+            row_y[h] = C::kY + slot * C::kYBytes + y * C::kRowY + swizzle(y, mine, C::kRowY) * 16;
           }
         } else {
           const int x = static_cast<int>(entry[0] & 0xffff), y = static_cast<int>(entry[1] >> 16);
@@ -249,7 +278,7 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int offse
           row_y[0] = s_y + y * C::kRowY + swizzle(y, lane / 16, C::kRowY) * 16;
         }
       };
-      const auto piece = [&](uint32_t at) { return *reinterpret_cast<const uint4*>(rows + at); };
+      const auto piece = [&](uint32_t at) { return *reinterpret_cast<const uint4*>(smem + at); };
       // Loads fragment m of A; fp32 loads come in pairs, when the second fragment's turn has come.
       const auto load_x = [&](int m) {
         if constexpr (!kWide) {
@@ -306,8 +335,15 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int offse
         }
       }
     }
-    __syncwarp();  // every lane has read its operands (and its list): the stage may be overwritten
-    if (kReleases == 32 || lane == 0) mbarrier_arrive(empty(stage));
+    __syncwarp();  // every lane has read its operands (and its list): the rows may be overwritten
+    const bool last = ++y_part == C::kYParts;
+    if (kReleases == 32 || lane == 0) {
+      mbarrier_arrive(y_empty(slot));
+      if (last) mbarrier_arrive(x_empty(stage));
+    }
+    if (++slot == C::kYSlots) slot = 0, slot_parity ^= 1;
+    if (!last) continue;
+    y_part = 0;
     if (++stage == C::kStages) stage = 0, parity ^= 1;
   }
 

@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       walk.advance();
       if (!walk.done()) load_dy_ids();
     }
-    asm volatile("cp.async.wait_all;\n" ::: "memory");
+    cp_async_wait_all();
     wait_empty(row_empty + rs.index * 8, rs.phase);  // an empty-headed slot ends the consumers' loop
     if (threadIdx.x == C::kConsumers * kWarpGroup) {
       sts_v4(smem_u + C::kHeadAt + rs.index * 16, make_int4(-1, 0, 0, 0));

@@ -86,11 +86,11 @@ struct StreamEvent {};
 
 void bind_cuda(py::module_& m) {
   const auto missing = torch::wrap_pybind_function([](const py::args&, const py::kwargs&) { no_cuda(); });
-  for (const char* name : {"driver_version", "driver_problem", "runtime_version", "tile_parts",      "shared_memory",
-                           "mma_probe",      "mma_rate",       "index_coords",    "derive_coords",   "build_plan",
-                           "put_coords",     "index_sized",    "derive_sized",    "plan_room",       "plan_sized",
-                           "plans_sized",    "plan_to_table",  "cells_of_points", "group_cells",     "merge_runs",
-                           "lookup_rows",    "locate_points",  "gather_weighted", "scatter_weighted"}) {
+  for (const char* name :
+       {"driver_version", "runtime_version", "tile_parts",    "shared_memory",   "mma_probe",       "mma_rate",
+        "index_coords",   "derive_coords",   "build_plan",    "put_coords",      "index_sized",     "derive_sized",
+        "plan_room",      "plan_sized",      "plans_sized",   "plan_to_table",   "cells_of_points", "group_cells",
+        "merge_runs",     "lookup_rows",     "locate_points", "gather_weighted", "scatter_weighted"}) {
     m.def(name, missing);
   }
   py::class_<StreamEvent>(m, "StreamEvent").def_static("record", missing);
@@ -187,6 +187,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("TORCH_VERSION") = TORCH_VERSION;
   m.def("build_runs_on", &voxmma::build_runs_on, py::arg("archs"), py::arg("tile_arch"), py::arg("major"),
         py::arg("minor"));
+  m.def("driver_problem", &voxmma::driver_problem, py::arg("driver"), py::arg("runtime"));
   voxmma::bind_checks(m);
   voxmma::bind_cached(m);
   voxmma::bind_cpu_conv(m);

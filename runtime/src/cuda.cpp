@@ -12,6 +12,7 @@
 #include "backend.h"
 #include "rows.h"
 #include "voxmma/arch.h"
+#include "voxmma/device.h"
 #include "voxmma/kernels.h"
 #include "voxmma/room.h"
 
@@ -89,7 +90,9 @@ class Cuda : public Backend {
     int count = 0;
     if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
       cudaGetLastError();
-      fail(VXM_ERROR_DEVICE, "the engine is for a GPU, and there is none that CUDA can use");
+      const std::string problem = k::driver_problem(k::driver_version(), k::runtime_version());
+      fail(VXM_ERROR_DEVICE, "the engine is for a GPU, and there is none that CUDA can use",
+           problem.empty() ? "" : ": ", problem);
     }
     if (device_ < 0 || device_ >= count) fail(VXM_ERROR_ARGUMENT, "device ", device_, ": there are ", count);
     cudaDeviceProp properties;

@@ -75,15 +75,17 @@ def plan(
         ("fwd", torch.float16, "fp32", 64, 64, 1, H100, "sm90_f16_256x64x64_acc32"),
         ("fwd", torch.float16, "fp16", 64, 64, 1, H100, "sm90_f16_256x64x64_acc16"),
         ("fwd", torch.float16, "fp16", 32, 32, 1, H100, "sm90_f16_256x32x32_acc16"),
-        ("fwd", torch.float16, "fp32", 96, 96, 1, H100, "sm90_f16_256x128x32_acc32"),
+        ("fwd", torch.float16, "fp32", 96, 96, 1, H100, "sm90_f16_256x96x32_acc32"),
+        ("fwd", torch.bfloat16, "fp32", 192, 192, 1, H100, "sm90_bf16_256x96x64_acc32"),
+        ("fwd", torch.float16, "fp16", 96, 96, 1, H100, "sm90_f16_256x128x32_acc16"),
         ("fwd", torch.float16, "fp32", 100, 40, 1, H100, "sm90_f16_256x64x64_acc32"),
         ("fwd", torch.float16, "fp32", 256, 512, 1, H100, "sm90_f16_256x128x64_acc32"),
         ("fwd", torch.float16, "fp32", 4, 64, 1, H100, "sm80_f16_256x64x32_acc32"),
         ("dgrad", torch.float16, "fp32", 4, 64, 1, H100, "sm90_f16_256x32x64_acc32"),
         ("dgrad", torch.float16, "fp32", 128, 32, 1, H100, "sm90_f16_256x128x32_acc32"),
         ("fwd", torch.bfloat16, "fp32", 64, 128, 1, A100, "sm80_bf16_256x128x64_acc32"),
-        ("fwd", torch.bfloat16, "fp32", 64, 128, 1, ADA, "sm80_bf16_256x128x32_acc32"),
-        ("fwd", torch.float16, "fp16", 128, 128, 1, ADA, "sm80_f16_256x128x32_acc16"),
+        ("fwd", torch.bfloat16, "fp32", 64, 128, 1, ADA, "sm80_bf16_256x64x64_small_acc32"),
+        ("fwd", torch.float16, "fp16", 128, 128, 1, ADA, "sm80_f16_256x64x64_small_acc16"),
         ("wgrad", torch.float16, "fp32", 64, 64, 1, H100, "sm90_f16_wgrad_64x64"),
         ("wgrad", torch.float16, "fp32", 16, 256, 1, H100, "sm90_f16_wgrad_32x128"),
         ("wgrad", torch.bfloat16, "fp32", 64, 64, 1, A100, "sm80_bf16_wgrad_32x64"),
@@ -99,7 +101,7 @@ def plan(
         ("dgrad", torch.float32, "fp32", 256, 96, 1, A100, "sm80_f32_256x32x32_3xtf32"),
         ("wgrad", torch.float32, "fp32", 64, 64, 1, H100, "sm80_f32_wgrad_32x32_3xtf32"),
         ("wgrad", torch.float32, "fp32", 64, 64, 1, A100, "sm80_f32_wgrad_32x32_small_3xtf32"),
-        ("wgrad", torch.float32, "fp32", 64, 64, 1, ADA, "simt_f32_wgrad"),
+        ("wgrad", torch.float32, "fp32", 64, 64, 1, ADA, "sm80_f32_wgrad_32x32_small_3xtf32"),
         ("wgrad", torch.float32, "fp32", 32, 64, 1, A100, "simt_f32_wgrad"),
         ("fwd", torch.float32, "fp32", 64, 64, 1, ADA, "sm80_f32_256x32x32_3xtf32"),
         ("fwd", torch.float16, "fp16_promoted:64", 64, 64, 1, H100, "sm80_f16_256x32x64_acc16p64"),
@@ -183,9 +185,9 @@ def test_a_tile_needs_what_the_library_says(build: None) -> None:
 
 
 def test_a_call_without_a_tile_that_fits_says_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    _use(monkeypatch, [row for row in snapshot() if row["atom"] != "SIMT"], ARCHS)
-    with pytest.raises(RuntimeError, match=r"sm_89: \S+ needs 114,576 bytes .* sm_89 allows 101,376"):
-        select_tile("wgrad", torch.float32, "fp32", 64, 64, 1, ADA)
+    _use(monkeypatch, [row for row in snapshot() if row["name"] == "sm80_f16_256x64x64_acc32"], ARCHS)
+    with pytest.raises(RuntimeError, match=r"sm_89: \S+ needs 106,624 bytes .* sm_89 allows 101,376"):
+        select_tile("fwd", torch.float16, "fp32", 64, 64, 1, ADA)
     monkeypatch.undo()
     _clear()
 
@@ -210,13 +212,13 @@ def test_limits_choose_the_tiles_of_a_small_card(hopper: torch.device) -> None:
     with settings.override(shared_memory=101_376):
         assert card(hopper) == kernels.Card(H100, 101_376, H100, card(hopper).limited)
         reason, *names = chosen()
-        assert names == ["sm80_f16_256x64x32_acc32"] * 2 + ["sm80_f16_wgrad_32x64_small"]
+        assert names == ["sm80_f16_256x64x64_small_acc32"] * 2 + ["sm80_f16_wgrad_32x64_small"]
         assert "101,376 bytes of shared memory" in reason
-        assert chosen(torch.float32)[3] == "simt_f32_wgrad"
+        assert chosen(torch.float32)[3] == "sm80_f32_wgrad_32x32_small_3xtf32"
     with settings.override(compute_capability=(8, 6)):
         assert card(hopper)[:3] == ((8, 6), 101_376, H100)
         reason, *names = chosen()
-        assert names == ["sm80_f16_256x64x32_acc32"] * 2 + ["sm80_f16_wgrad_32x64_small"]
+        assert names == ["sm80_f16_256x64x64_small_acc32"] * 2 + ["sm80_f16_wgrad_32x64_small"]
         assert "sm_86, as if of capability 8.6" in reason
     with settings.override(compute_capability=(8, 0)):
         assert card(hopper).shared_memory == 163 * 1024
@@ -230,7 +232,9 @@ def test_limits_apply_to_devices_only(hopper: torch.device) -> None:
         assert select_tile("fwd", torch.float16, "fp32", 64, 64, 1, H100).name == F32_FORWARD
         assert select_tile("fwd", torch.float16, "fp32", 64, 64, 1, "cpu").name == "cpu"
         pool = {row.name for row in voxmma.tiles(hopper) if row.in_pool}
-    assert "sm80_f16_256x32x64_acc32" in pool and not any("sm90" in name or "x64x64" in name for name in pool)
+    assert "sm80_f16_256x32x64_acc32" in pool and not any(
+        "sm90" in name or "x64x64_acc" in name for name in pool
+    )
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,26 @@ def test_other_layers(device: Device) -> None:
         assert_same(list(got.values()), list(wanted.values()), exact=False)
 
 
+@pytest.mark.parametrize(
+    "activation",
+    [
+        nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU,
+        nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink,
+        nn.Softsign, nn.Tanh, nn.Tanhshrink,
+    ],
+)  # fmt: skip
+def test_activations_of_torch(activation: type[nn.Module], device: Device) -> None:
+    """Tagged as pointwise or not. Near eager, not equal: a CPU computes the last few values otherwise."""
+
+    def net(x: voxmma.Voxels) -> voxmma.Voxels:
+        return x.with_feats(activation()(x.feats))
+
+    engine = compile(net, frame(40, device))
+    for n in (40, 7):
+        x = frame(n, device, seed=n)
+        torch.testing.assert_close(engine(x).get().feats, net(x).feats)
+
+
 def test_tree_of_a_sized_set_sums_like_that_of_its_rows(device: Device) -> None:
     n, room, samples = 5000, 9001, 3
     coords = random_coords(n, 20, samples, 3).to(device)

@@ -230,7 +230,7 @@ def test_3xtf32_is_as_exact_as_plain_fmas(family: str) -> None:
     fitting = [tile for tile in compiled() if tile.scheme == "3xtf32" and tile.runs_on(card(device))]
     if not fitting:
         pytest.skip("no 3xTF32 tile of this build runs here")
-    split = {**plain, **{tile.op: tile.name for tile in fitting}}  # on small cards no weight gradient fits
+    split = {**plain, **{tile.op: tile.name for tile in fitting}}
     voxels = scene(device)
     pairs = voxmma.kernel_map(voxels.coord_set, 3).pairs()
     x, w, dy = draw(family, torch.float32, voxels.num_voxels, 64, 64, device)

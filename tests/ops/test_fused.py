@@ -191,11 +191,32 @@ def test_plain_calls_fused_or_not_are_equal(device: torch.device) -> None:
             assert not wide[:, :first].any() and not wide[:, first + case.channels :].any()
 
 
-def test_gradient_direction_of_a_symmetric_map(device: torch.device) -> None:
+@pytest.mark.parametrize("transpose", [False, True], ids=["fprop", "dgrad"])
+@pytest.mark.parametrize("n", [90, 1300])
+def test_weights_read_as_they_are_and_packed_give_the_same_bits(
+    device: torch.device, n: int, transpose: bool
+) -> None:
+    """Weights of the operands' type, which small sets read without packing where their rows allow it."""
+    for tile, dtype, accum, (groups, c_in, c_out), turn in calls(device):
+        case = Case(device, n, groups, *((c_out, c_in) if transpose else (c_in, c_out)))
+        x, w = (case.residual if transpose else case.x).to(dtype), case.w.to(dtype)
+        numbers: dict[str, Any] = {} if transpose else case.numbers(turn)
+        bias = None if transpose or turn % 2 else case.bias.half()
+        geometry = (case.map.tensors, n, True, transpose)
+        y = torch.ops.voxmma.conv_fused(x, w, bias, *geometry, accum, tile, None, **numbers)
+        packed = torch.ops.voxmma.pack_weight(w, bias, True, transpose, accum, tile, dtype, **numbers)
+        again = torch.ops.voxmma.conv_fused(
+            x, w, bias, *geometry, accum, tile, None, **numbers, packed=packed
+        )
+        assert torch.equal(y, again), (tile, groups, c_in, c_out)
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["wide_weights", "weights_of_the_type"])
+def test_gradient_direction_of_a_symmetric_map(device: torch.device, wide: bool) -> None:
     """transpose=True over a symmetric map mirrors the offsets, packed or not."""
     for tile, dtype, accum, (groups, c_in, c_out), _ in calls(device):
         case = Case(device, 300, groups, c_in, c_out)
-        w = case.w.to(torch.promote_types(dtype, torch.float32))
+        w = case.w.to(torch.promote_types(dtype, torch.float32) if wide else dtype)
         dy = case.residual.to(dtype)
         y = torch.ops.voxmma.conv(
             dy, w, None, case.map.tensors, [], 300, True, True, accum, tile, tile, "", None
@@ -207,15 +228,17 @@ def test_gradient_direction_of_a_symmetric_map(device: torch.device) -> None:
         assert torch.equal(y, again), tile
 
 
+@pytest.mark.parametrize("wide", [True, False], ids=["wide_weights", "weights_of_the_type"])
 @pytest.mark.parametrize("act", ["none", "relu"])
 @pytest.mark.parametrize("n", [150, 1300])
-def test_weights_that_are_not_finite(device: torch.device, act: str, n: int) -> None:
+def test_weights_that_are_not_finite(device: torch.device, act: str, n: int, wide: bool) -> None:
     """Reach the outputs that they reach on their own, as the sums that they make, through the epilogue."""
     bad = (torch.inf, -torch.inf, torch.nan)
     for tile, dtype, accum, shape, turn in calls(device):
         case = Case(device, n, *shape)
         case.x[::7] = 0
         x, w, bias = case.operands(dtype, bias=True)
+        w = w if wide else w.to(dtype)
         for k, value in zip(
             (0, 5, 20), itertools.islice(itertools.cycle(bad), turn % 3, turn % 3 + 3), strict=True
         ):

@@ -1,6 +1,7 @@
-// Where the code of a build runs. The binding asks this for its own build, and Python asks the binding.
+// Where the code of a build runs, and with which driver. The binding asks this for its own build, and Python asks the binding.
 #pragma once
 
+#include <string>
 #include <string_view>
 
 namespace voxmma {
@@ -30,6 +31,18 @@ constexpr bool build_runs_on(std::string_view archs, int tile_arch, int major, i
     if ((tile_arch != 90 || arch == "9.0a") && code_runs_on(arch, major, minor)) return true;
   }
   return false;
+}
+
+// What is wrong with a driver for a runtime, both as CUDA counts versions (device.h): "" where nothing is.
+inline std::string driver_problem(int driver, int runtime) {
+  const int major = runtime / 1000;
+  if (driver / 1000 >= major) return "";
+  const auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
+  const std::string oldest = major == 12 ? " (525 or newer)" : major == 13 ? " (580 or newer)" : "";
+  return "voxmma's kernels were built with CUDA " + version(runtime) + " and need an NVIDIA driver for CUDA " +
+         std::to_string(major) + oldest + "; " +
+         (driver == 0 ? "there is none here" : "the one here is for CUDA " + version(driver)) +
+         ": update the driver, or install a voxmma that was built with an older CUDA";
 }
 
 }  // namespace voxmma

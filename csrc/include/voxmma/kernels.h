@@ -104,6 +104,27 @@ struct Epilogue {
   double slope;  // of leaky_relu
 };
 
+// Numbers of every output channel, (groups * c_out,) contiguous of `dtype`.
+struct PerChannel {
+  const void* values;  // null: the default
+  DType dtype;
+};
+// What becomes ConvArgs::bias and Epilogue::scale: sum -> (sum + bias - mean) / sqrt(var + eps) * scale + shift, which is
+// a batch norm behind a convolution with bias, as one factor and one summand, made in fp64 and rounded once.
+struct Channels {
+  PerChannel bias, mean, shift;  // default 0
+  PerChannel scale;              // default 1
+  PerChannel var;                // default: nothing is divided by
+  double eps;
+  DType sums;              // f32, of fp64 kernels f64
+  void *summand, *factor;  // (groups * c_out) of `sums`; null: not written
+
+  bool has_factor() const { return scale.values != nullptr || var.values != nullptr; }
+  bool has_summand() const {
+    return has_factor() || bias.values != nullptr || mean.values != nullptr || shift.values != nullptr;
+  }
+};
+
 // Arguments of one launch. Channels are per group; strides are in elements.
 struct ConvArgs {
   PlanView plan;
@@ -113,6 +134,7 @@ struct ConvArgs {
   const void* b;         // fprop: packed weight image (pack_weight). wgrad: dy (n_out, ldb), aligned as `a`
   int64_t ldb, b_group;  // wgrad only
   RawWeights raw;        // fprop
+  Channels channels;     // fprop: where the kernel reads `raw.weight` itself, the numbers that it makes of them
   const void* bias;      // fprop: (groups * c_out) in the type of the sums, 16-byte aligned, or null
   Epilogue epilogue;     // fprop
   void* out;             // fprop: y (n_out, ldo), columns of a wider tensor too. wgrad: dW (K, groups, c_in, c_out)
@@ -128,28 +150,15 @@ struct KernelEntry {
   TileConfig config;
   size_t (*workspace)(const ConvArgs&);                  // bytes of scratch; does not touch the device
   cudaError_t (*launch)(const ConvArgs&, cudaStream_t);  // enqueues everything on the stream, never synchronises
-  int (*parts)(const ConvArgs&);  // fprop: CTAs that share an item. wgrad: partial sums of dW. Null: always 1
+  int (*parts)(const ConvArgs&) = nullptr;  // fprop: CTAs that share an item. wgrad: partial sums of dW. Null: always 1
+  // fprop: whether the launch can read `raw.weight` itself and take `channels`: then `b`, `bias`, `epilogue.scale` may be
+  // null. Null: never
+  bool (*reads_weights)(const ConvArgs&) = nullptr;
 };
 
 // Every compiled kernel, in table order; nullptr when the name is unknown.
 const std::vector<KernelEntry>& kernel_table();
 const KernelEntry* find_kernel(const char* name);
-
-// Numbers of every output channel, (groups * c_out,) contiguous of `dtype`.
-struct PerChannel {
-  const void* values;  // null: the default
-  DType dtype;
-};
-// What becomes ConvArgs::bias and Epilogue::scale: sum -> (sum + bias - mean) / sqrt(var + eps) * scale + shift, which is
-// a batch norm behind a convolution with bias, as one factor and one summand, made in fp64 and rounded once.
-struct Channels {
-  PerChannel bias, mean, shift;  // default 0
-  PerChannel scale;              // default 1
-  PerChannel var;                // default: nothing is divided by
-  double eps;
-  DType sums;              // f32, of fp64 kernels f64
-  void *summand, *factor;  // (groups * c_out) of `sums`; null: not written
-};
 
 // Rows of a launch without inputs: y of ConvArgs where every sum is 0. `sums` as in Channels.
 cudaError_t store_zero_sums(const ConvArgs&, DType sums, cudaStream_t);

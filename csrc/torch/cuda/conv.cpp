@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <optional>
 #include <string_view>
 
 #include "launch.h"
@@ -96,8 +97,8 @@ struct Packed {
     pack.channels.var = number(c.var, var);
     pack.channels.eps = c.eps;
     pack.channels.sums = config.accum == Accum::f64 ? DType::f64 : DType::f32;
-    factor = c.scale.has_value() || c.var.has_value();
-    summand = factor || c.bias.has_value() || c.shift.has_value() || c.mean.has_value();
+    factor = pack.channels.has_factor();
+    summand = pack.channels.has_summand();
     image = (packed_weight_bytes(pack) + 15) / 16 * 16;
     flags = pack_flag_bytes(pack);
     const size_t wide = pack.channels.sums == DType::f64 ? sizeof(double) : sizeof(float);
@@ -142,15 +143,9 @@ Tensor run_conv(const Shape& s, const Tensor& x, const Tensor& weight, const Per
                 x.device(), ", got ", t.numel(), " of ", c10::toString(t.scalar_type()), " on ", t.device());
   }
   if (n_out == 0) return y;
-  packed.place(then.packed.has_value() ? *then.packed : on.scratch(packed.bytes()));
-  if (!then.packed.has_value()) packed.run(on);
-
   ConvArgs args{};
-  args.b = packed.pack.image;
-  args.raw = {packed.pack.weight, packed.pack.weight_dtype, packed.pack.transpose,
-              packed.pack.mirror, packed.pack.flags,        static_cast<int>(packed.flags)};
-  args.bias = packed.pack.channels.summand;
-  args.epilogue.scale = packed.pack.channels.factor;
+  args.sm_count = on.info.sm_count;
+  args.raw = {packed.pack.weight, packed.pack.weight_dtype, packed.pack.transpose, packed.pack.mirror, nullptr, 0};
   const Tensor residual = then.residual.has_value() ? dense_rows(*then.residual) : Tensor();
   if (residual.defined()) {
     args.epilogue.residual = residual.data_ptr();
@@ -164,17 +159,32 @@ Tensor run_conv(const Shape& s, const Tensor& x, const Tensor& weight, const Per
   args.c_in = packed.pack.c_in;
   args.c_out = packed.pack.c_out;
   args.groups = packed.pack.groups;
-  if (x.size(0) == 0) {
+  const bool any = x.size(0) != 0;
+  std::optional<Rows> rows;
+  if (any) {
+    rows.emplace("x", x, s.groups, entry.config);
+    args.plan = plan_view(map, s.volume, n_out, x.size(0));
+    args.a = rows->owner.data_ptr();
+    args.lda = rows->stride;
+    args.a_group = rows->group;
+  }
+  if (any && !then.packed.has_value() && entry.reads_weights != nullptr && entry.reads_weights(args)) {
+    args.channels = packed.pack.channels;
+  } else {
+    packed.place(then.packed.has_value() ? *then.packed : on.scratch(packed.bytes()));
+    if (!then.packed.has_value()) packed.run(on);
+    args.b = packed.pack.image;
+    args.raw.flags = packed.pack.flags;
+    args.raw.flag_bytes = static_cast<int>(packed.flags);
+    args.bias = packed.pack.channels.summand;
+    args.epilogue.scale = packed.pack.channels.factor;
+  }
+  if (any) {
+    launch(entry, args, on);
+  } else {
     args.plan.n_out = n_out;
     check_cuda(store_zero_sums(args, packed.pack.channels.sums, on.stream), "store_zero_sums", on.device);
-    return y;
   }
-  const Rows rows("x", x, s.groups, entry.config);
-  args.plan = plan_view(map, s.volume, n_out, x.size(0));
-  args.a = rows.owner.data_ptr();
-  args.lda = rows.stride;
-  args.a_group = rows.group;
-  launch(entry, args, on);
   return y;
 }
 

@@ -15,17 +15,6 @@ void check_cuda(cudaError_t error, const char* what, at::Device device) {
   TORCH_CHECK(error == cudaSuccess, "voxmma: ", what, " failed on ", device, ": ", error_text(error));
 }
 
-std::string driver_problem(int driver, int runtime) {
-  const int major = runtime / 1000;
-  if (driver / 1000 >= major) return "";
-  const auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
-  const std::string oldest = major == 12 ? " (525 or newer)" : major == 13 ? " (580 or newer)" : "";
-  return "voxmma's kernels were built with CUDA " + version(runtime) + " and need an NVIDIA driver for CUDA " +
-         std::to_string(major) + oldest + "; " +
-         (driver == 0 ? "there is none here" : "the one here is for CUDA " + version(driver)) +
-         ": update the driver, or install a voxmma that was built with an older CUDA";
-}
-
 DeviceInfo device_info(at::Device device) {
   static std::mutex mutex;
   static std::vector<DeviceInfo> known;

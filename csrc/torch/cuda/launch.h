@@ -24,9 +24,6 @@ using Ints = std::vector<int64_t>;
 
 void check_cuda(cudaError_t error, const char* what, at::Device device);
 
-// What is wrong with a driver for this library's runtime, both as CUDA counts versions (device.h): "" where nothing is.
-std::string driver_problem(int driver, int runtime);
-
 struct DeviceInfo : DeviceFacts {
   bool sm80, sm90;  // this build has kernels of TileConfig::arch 80 and 90, and they run on it
 };

@@ -126,7 +126,6 @@ void bind_tiles(py::module_& m) {
         py::arg("c_out"), py::arg("groups"), py::arg("sm_count"));
   m.def("driver_version", &driver_version);
   m.def("runtime_version", &runtime_version);
-  m.def("driver_problem", &driver_problem, py::arg("driver"), py::arg("runtime"));
   m.def("shared_memory", torch::wrap_pybind_function(shared_memory), py::arg("device"));
   m.def("mma_probe", torch::wrap_pybind_function_no_gil(mma_probe_cuda), py::arg("kind"), py::arg("a"), py::arg("b"),
         py::arg("c"));

@@ -24,8 +24,10 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Not tagged as pointwise, and so nevertheless; creation included.
+#: Not tagged as pointwise by some torch, and so nevertheless; creation included.
 _POINTWISE = _names(
+    "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid log_sigmoid_forward mish "
+    "relu6 selu silu softplus softshrink threshold "
     "_to_copy alias clone contiguous copy copy_ detach detach_ empty_like fill fill_ full_like lift "
     "lift_fresh masked_fill masked_fill_ new_empty new_full new_ones new_zeros ones_like positive "
     "prelu _prelu_kernel resolve_conj resolve_neg to type_as zero_ zeros_like"

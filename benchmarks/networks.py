@@ -61,7 +61,6 @@ import voxmma
 from voxmma import models
 from voxmma import nn as vnn
 from voxmma._timing import Clock, synchronise
-from voxmma.dispatch import store
 from voxmma.tuning import machine
 
 from network_libraries import LIBRARIES, Index, Torch, ported, shrunk
@@ -512,16 +511,6 @@ def missing(lib: str) -> str | None:
     return None if there or kind is None else f"no module named {kind.package}"
 
 
-def environment(device: torch.device) -> Row:
-    """Versions and devices."""
-    gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if gpu else machine.cpu_name(),
-        "driver": store.driver_version() if gpu else None,
-        "environment": machine.environment(),
-    }
-
-
 #: Of a result: what has to be alike for its rows to stand together.
 SAME = ("kind", "device", "driver", "environment", "repeats", "dtype")
 
@@ -534,7 +523,7 @@ def key(row: Row) -> tuple[Any, ...]:
 def new_result(device: torch.device, repeats: int) -> Row:
     """A result without rows."""
     dtype = "fp16" if device.type == "cuda" else "fp32"
-    kind = {"kind": "networks", **environment(device), "repeats": repeats, "dtype": dtype}
+    kind = {"kind": "networks", **machine.labels(device), "repeats": repeats, "dtype": dtype}
     return {**kind, "absent": {}, "rows": []}
 
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "voxmma/device.h"
+#include "voxmma/dtypes.h"
 
 namespace voxmma {
 
@@ -25,7 +26,6 @@ inline constexpr int kMissing =
     kUniqueMax;                          // local index of "no neighbour": the shared zero row behind the unique rows
 inline constexpr int kPassOffsets = 32;  // offsets of a pass: one bit each in a 32-bit fragment mask
 
-enum class DType : int { f16 = 0, bf16 = 1, f32 = 2, f64 = 3 };
 enum class Accum : int { f32 = 0, f16 = 1, f16_promoted = 2, f64 = 3 };
 enum class Op : int { fprop = 0, wgrad = 1 };  // dgrad is fprop over the transposed map
 

@@ -25,6 +25,7 @@ did, goes on where it stopped. Of a row:
 `voxmma-engine` is the network as voxmma.engine compiles it, on a GPU CUDA graphs: no training, and nothing of
 what is compiled once in the times; infer_mib has its buffers. Its result is read in every call. It is no copy
 (copy=False): as with the other libraries a result is held once, but here the next call writes over it.
+stream_ms: of a frame among several in a row with copies, each read when the next one has been called.
 
 On a CPU everything is fp32, without kernels and memory. benchmarks/collect.py adds the file to the results.
 """
@@ -277,6 +278,21 @@ def on_gpu(call: Callable[[], object], device: torch.device) -> tuple[float, int
     return sum(e.self_device_time_total for e in events) / 1e3, sum(e.count for e in events), peak
 
 
+FRAMES = 10
+
+
+def in_a_row(runner: Runner, dtype: torch.dtype) -> None:
+    """Frames of an engine, read one behind."""
+    last = None
+    for _ in range(FRAMES):
+        result = runner.engine(*runner.input(dtype))
+        if last is not None:
+            last.get()
+        last = result
+    assert last is not None
+    last.get()
+
+
 def infer(runner: Runner, wanted: dict[str, Any], half: torch.dtype, repeats: int) -> Row:
     """Errors, and the figures of inference."""
     device = runner.problem.feats.device
@@ -297,6 +313,9 @@ def infer(runner: Runner, wanted: dict[str, Any], half: torch.dtype, repeats: in
             if runner.engine is not None:
                 row["infer_mib"] += runner.engine.memory / 2**20
             row["idle"] = max(0.0, 1.0 - row["gpu_ms"] / row["infer_ms"])
+        if runner.engine is not None:
+            median, least = wall(lambda: in_a_row(runner, half), repeats, device)
+            row["stream_ms"], row["stream_least_ms"] = median / FRAMES, least / FRAMES
         if runner.keeps_maps:
             given = runner.input(half)
             row["kept_ms"], row["kept_least_ms"] = wall(lambda: runner.run(given), repeats, device)

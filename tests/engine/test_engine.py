@@ -643,9 +643,14 @@ def test_a_result_is_read_on_another_stream() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     for copies in (True, False):
         with torch.cuda.stream(stream):
+            given = x.coords.clone(), x.feats.clone()
             torch.cuda._sleep(20_000_000)
-            result = engine((x.coords, x.feats), copy=copies)
-        assert_same([y.with_feats(y.feats.clone()) for y in result.get()], wanted)
+            result = engine(given, copy=copies)
+        read = result.get()
+        with torch.cuda.stream(torch.cuda.Stream()):  # nobody reads what was given any more
+            given[0].zero_()
+            given[1].zero_()
+        assert_same([y.with_feats(y.feats.clone()) for y in read], wanted)
         torch.cuda.synchronize()
 
 

@@ -250,18 +250,9 @@ class Engine:
                 wide = self._program.widths.get(ref.number)
                 if wide is not None:
                     buffers[number] = buffer.new_zeros((len(buffer), wide))
-            read = {number for step in self._program.parts()[0] for number in reads(step, Ref)}
             made = Instance(capacities, rooms, buffers, {})
-            begin = 0
-            for given in self._inputs:
-                if self.device.type == "cuda" and given.sparse and given.grid is None:
-                    made.coords.append(begin)
-                begin += given.count
-            together = {at + more for at in made.coords for more in (0, 2)}
-            for at, ref in enumerate(self._program.inputs):
-                if at not in together:
-                    (made.early if ref.number in read else made.late).append(at)
             if self.device.type == "cuda":
+                self._order_inputs(made)
                 made.limits = [
                     ops.plan_capacity(*rule, room)
                     for rule, room in zip(self._plan_rules(capacities), rooms, strict=True)
@@ -270,6 +261,19 @@ class Engine:
                     torchflags.restore(self._flags)
                     self._capture(made)
         return made
+
+    def _order_inputs(self, made: Instance) -> None:
+        """Says which inputs the first graph needs, and which of them are copied by one launch."""
+        begin = 0
+        for given in self._inputs:
+            if given.sparse and given.grid is None:
+                made.coords.append(begin)
+            begin += given.count
+        together = {at + more for at in made.coords for more in (0, 2)}
+        read = {number for step in self._program.parts()[0] for number in reads(step, Ref)}
+        for at, ref in enumerate(self._program.inputs):
+            if at not in together:
+                (made.early if ref.number in read else made.late).append(at)
 
     def _plan_rules(self, rows: Sequence[int]) -> list[tuple[Geometry, bool, int, int]]:
         """Geometry, direction and sides of every kernel map, where levels have so many rows."""
@@ -437,9 +441,9 @@ class Engine:
             # Sets and maps are made: while the layers run, the host looks at what is told of these.
             status = torch.empty(made.status.shape, dtype=torch.int64, device="cpu", pin_memory=True)
             status.copy_(made.status, non_blocking=True)
-            told = stream.record_event()
             for at in made.late:
                 put(made.inputs[at], sources[at])
+            told = stream.record_event()  # and of the frame nothing is read any more
             for graph in made.graphs[1:]:
                 graph.replay()
             results = self._results(made, copy)

@@ -38,10 +38,10 @@ from torch import nn
 
 import voxmma
 from voxmma._timing import synchronise
+from voxmma.tuning import machine
 
 import networks
 import ranks
-from network_libraries import LIBRARIES
 from network_scenes import scene
 from networks import NETWORKS, Problem, Row, Runner
 
@@ -179,33 +179,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scenes", type=Path, metavar="DIR", help="folder of NAME.npz")
     parser.add_argument("--job", action="append", help="NETWORK:SCENE; again for more")
-    parser.add_argument("--libraries", default="voxmma", help=f"of {', '.join(LIBRARIES)}")
-    parser.add_argument("--path", action="append", default=[], help="folder with another library's packages")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--options", default=",".join(OPTIONS), help=f"of {', '.join(OPTIONS)}")
     parser.add_argument("--steps", type=int, default=8, help="in a row")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--voxels", type=int, help="of a generated scene, about")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="of a job")
     parser.add_argument("--out", type=Path, default=Path("ddp.json"))
-    parser.add_argument("--work", help=argparse.SUPPRESS)
     ranks.add_arguments(parser)
     given = parser.parse_args(arguments)
-    ours = list(sys.path)
-    sys.path[:0] = given.path
+    ranks.add_packages(given)
     if given.work:
-        if given.work == "voxmma":
-            sys.path[:] = ours
         (given.job,) = given.job
         work(given)
-    libraries, jobs = given.libraries.split(","), given.job or JOBS[given.scenes is not None]
-    for lib in libraries:
-        if lib not in LIBRARIES or lib == networks.ENGINE:
-            parser.error(f"no library {lib!r} that trains; there are {', '.join(LIBRARIES)}")
+    libraries, jobs = ranks.libraries_of(parser, given), given.job or JOBS[given.scenes is not None]
     for job in jobs:
         if job.partition(":")[0] not in NETWORKS or ":" not in job:
             parser.error(f"--job: expected NETWORK:SCENE, got {job!r}; networks are {', '.join(NETWORKS)}")
@@ -217,13 +205,10 @@ def main(arguments: list[str] | None = None) -> int:
     if device.type == "cuda" and given.processes > torch.cuda.device_count():
         parser.error(f"--processes: {torch.cuda.device_count()} GPUs are here, not {given.processes}")
     names = ("scenes", "options", "steps", "rounds", "voxels", "device", "timeout")
-    options = [
-        word for name in names if getattr(given, name) for word in (f"--{name}", str(getattr(given, name)))
-    ]
-    options += [word for path in given.path for word in ("--path", path)]
+    options = ranks.options_of(given, *names)
     result: Row = {
         "kind": "ddp",
-        **networks.environment(device),
+        **machine.labels(device),
         "steps": given.steps,
         "rounds": given.rounds,
     }

@@ -22,8 +22,9 @@ did, goes on where it stopped. Of a row:
   the same weights in plain torch and fp64. cells_missing, cells_more: voxels of the result that are in the
   reference or here alone; errors are of those in both. seconds: that measuring the row took.
 
-`voxmma-engine` is the network as voxmma.engine compiles it, on a GPU one CUDA graph: no training, and nothing
-of what is compiled once in the times; infer_mib has its buffers. Its result is read in every call.
+`voxmma-engine` is the network as voxmma.engine compiles it, on a GPU CUDA graphs: no training, and nothing of
+what is compiled once in the times; infer_mib has its buffers. Its result is read in every call. It is no copy
+(copy=False): as with the other libraries a result is held once, but here the next call writes over it.
 
 On a CPU everything is fp32, without kernels and memory. benchmarks/collect.py adds the file to the results.
 """
@@ -59,7 +60,6 @@ import voxmma
 from voxmma import models
 from voxmma import nn as vnn
 from voxmma._timing import Clock, synchronise
-from voxmma.dispatch import store
 from voxmma.tuning import machine
 
 from network_libraries import LIBRARIES, Index, Torch, ported, shrunk
@@ -180,7 +180,7 @@ class Runner:
 
     def run(self, given: tuple[Any, ...]) -> list[Any]:
         """The result and whatever else the loss shall see."""
-        made = self.net(*given) if self.engine is None else self.engine(*given).get()
+        made = self.net(*given) if self.engine is None else self.engine(*given, copy=False).get()
         if self.library is not None:
             return made
         if isinstance(made, tuple):
@@ -492,16 +492,6 @@ def missing(lib: str) -> str | None:
     return None if there or kind is None else f"no module named {kind.package}"
 
 
-def environment(device: torch.device) -> Row:
-    """Versions and devices."""
-    gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if gpu else machine.cpu_name(),
-        "driver": store.driver_version() if gpu else None,
-        "environment": machine.environment(),
-    }
-
-
 #: Of a result: what has to be alike for its rows to stand together.
 SAME = ("kind", "device", "driver", "environment", "repeats", "dtype")
 
@@ -514,7 +504,7 @@ def key(row: Row) -> tuple[Any, ...]:
 def new_result(device: torch.device, repeats: int) -> Row:
     """A result without rows."""
     dtype = "fp16" if device.type == "cuda" else "fp32"
-    kind = {"kind": "networks", **environment(device), "repeats": repeats, "dtype": dtype}
+    kind = {"kind": "networks", **machine.labels(device), "repeats": repeats, "dtype": dtype}
     return {**kind, "absent": {}, "rows": []}
 
 

@@ -28,7 +28,6 @@ import typer
 from torch import Tensor
 
 from voxmma._timing import Clock, synchronise
-from voxmma.dispatch import store
 from voxmma.nn import functional as F
 from voxmma.sparse import sampling
 from voxmma.sparse import sets as coordops
@@ -366,12 +365,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if on_gpu:
         torch.cuda.set_device(device)
-    where = machine.environment()
     result: Row = {
         "kind": "operators",
-        "environment": where,
-        "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": store.driver_version() if on_gpu else None,
+        **machine.labels(device),
         "spconv": peers.version("spconv") if on_gpu and peers.installed("spconv") else None,
         "bandwidth": roofline.measure(device, ()).bandwidth,
         "repeats": clock.repeats,

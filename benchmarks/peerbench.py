@@ -35,7 +35,7 @@ import voxmma
 from voxmma import torchflags
 from voxmma._timing import Clock, synchronise
 from voxmma.data.scenes import Array
-from voxmma.dispatch import settings, store
+from voxmma.dispatch import settings
 from voxmma.tools import bench
 from voxmma.tuning import machine
 from voxmma.verify import accuracy
@@ -461,12 +461,9 @@ def run(
                         **given.get(unit["id"], {"left_out": LEFT_OUT}),
                     }
                 )
-    where = machine.environment()
     return {
         "kind": "peers",
-        "environment": where,
-        "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": store.driver_version() if on_gpu else None,
+        **machine.labels(device),
         "rates": rates,
         "repeats": job["repeats"],
         "limits": settings.get_limits(),

@@ -1,4 +1,4 @@
-"""Processes of one script that work together, one a GPU, for reproducible.py and ddp.py."""
+"""Command lines and processes of scripts that train on several GPUs: reproducible.py and ddp.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from network_libraries import LIBRARIES
+from networks import ENGINE
 
 
 def together(script: Path, arguments: Sequence[str], n: int, folder: Path, timeout: float) -> None:
@@ -51,10 +54,37 @@ def together(script: Path, arguments: Sequence[str], n: int, folder: Path, timeo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `together` hands to each process."""
+    """Libraries, scene and device, and what `together` hands to each process; --work: the library it runs."""
+    parser.add_argument("--libraries", default="voxmma", help=f"of {', '.join(LIBRARIES)}")
+    parser.add_argument("--path", action="append", default=[], help="folder with another library's packages")
+    parser.add_argument("--scenes", type=Path, metavar="DIR", help="folder of NAME.npz")
+    parser.add_argument("--voxels", type=int, help="of a generated scene, about")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
     for name in ("--rank", "--of"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+
+
+def add_packages(given: argparse.Namespace) -> None:
+    """Puts --path before everything else, where voxmma is not what runs."""
+    if given.work != "voxmma":
+        sys.path[:0] = given.path
+
+
+def libraries_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[str]:
+    """--libraries; the parser's error for one that does not train."""
+    names: list[str] = given.libraries.split(",")
+    for name in names:
+        if name not in LIBRARIES or name == ENGINE:
+            parser.error(f"no library {name!r} that trains; there are {', '.join(LIBRARIES)}")
+    return names
+
+
+def options_of(given: argparse.Namespace, *names: str) -> list[str]:
+    """Command line of the options of these names that are given, and of --path."""
+    found = [(name, getattr(given, name)) for name in names] + [("path", path) for path in given.path]
+    return [word for name, value in found if value for word in (f"--{name}", str(value))]
 
 
 def join(given: argparse.Namespace) -> tuple[torch.device, dist.Store]:

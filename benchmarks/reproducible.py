@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 import voxmma
 from voxmma import models
+from voxmma.tuning import machine
 
 import networks
 import ranks
@@ -199,32 +200,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--libraries", default="voxmma", help=f"of {', '.join(LIBRARIES)}")
-    parser.add_argument("--path", action="append", default=[], help="folder with another library's packages")
     parser.add_argument("--processes", default="1", help="such as 1,2; one a GPU")
     parser.add_argument("--network", choices=list(NETWORKS), default="spunet")
     parser.add_argument("--optimiser", choices=list(OPTIMISERS), default="adamw")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--scene", default="room", help="a generated one, or NAME of --scenes")
-    parser.add_argument("--scenes", type=Path, metavar="DIR")
-    parser.add_argument("--voxels", type=int, help="of a generated scene, about")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of two trainings")
     parser.add_argument("--out", type=Path, default=Path("reproducible.json"))
-    parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--trainings", type=int, help=argparse.SUPPRESS)
     ranks.add_arguments(parser)
     given = parser.parse_args(arguments)
-    ours = list(sys.path)
-    sys.path[:0] = given.path
+    ranks.add_packages(given)
     if given.work:
-        if given.work == "voxmma":
-            sys.path[:] = ours
         work(given)
-    libraries = given.libraries.split(",")
-    for lib in libraries:
-        if lib not in LIBRARIES or lib == networks.ENGINE:
-            parser.error(f"no library {lib!r} that trains; there are {', '.join(LIBRARIES)}")
+    libraries = ranks.libraries_of(parser, given)
     counts = [int(text) for text in given.processes.split(",")]
     if min(*counts, given.steps) < 1:
         parser.error("--processes and --steps must be at least 1")
@@ -232,12 +221,9 @@ def main(arguments: list[str] | None = None) -> int:
     if device.type == "cuda" and max(counts) > torch.cuda.device_count():
         parser.error(f"--processes: {torch.cuda.device_count()} GPUs are here, {max(counts)} were asked for")
     names = ("network", "optimiser", "steps", "scene", "scenes", "voxels", "device")
-    options = [
-        word for name in names if getattr(given, name) for word in (f"--{name}", str(getattr(given, name)))
-    ]
-    options += [word for path in given.path for word in ("--path", path)]
+    options = ranks.options_of(given, *names)
     fixed = {name: getattr(given, name) for name in ("network", "optimiser", "scene", "steps")}
-    result: Row = {"kind": "reproducible", **networks.environment(device), "absent": {}, "rows": []}
+    result: Row = {"kind": "reproducible", **machine.labels(device), "absent": {}, "rows": []}
     for lib in libraries:
         if (why := networks.missing(lib)) is not None:
             result["absent"][lib] = why

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from voxmma._timing import Clock, input_sets
 from voxmma.data import scenes
-from voxmma.dispatch import store
 from voxmma.dispatch.calls import convolve
 from voxmma.dispatch.config import ConvConfig
 from voxmma.ops import formats
@@ -159,12 +158,9 @@ def run(
                 rows.append({**row, "error": str(error).splitlines()[0][:200]})
             if on_gpu:
                 torch.cuda.empty_cache()
-    where = machine.environment()
     return {
         "kind": "scaling",
-        "environment": where,
-        "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": store.driver_version() if on_gpu else None,
+        **machine.labels(device),
         "rates": rates.as_dict(),
         "kernel": kernel,
         "dtype": dtype,

@@ -25,7 +25,6 @@ from torch import Tensor
 import voxmma
 from voxmma._timing import Clock, synchronise
 from voxmma.data import scenes
-from voxmma.dispatch import store
 from voxmma.tools import bench
 from voxmma.tuning import machine
 
@@ -136,12 +135,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if on_gpu:
         torch.cuda.set_device(device)
-    where = machine.environment()
     result: Row = {
         "kind": "small_sets",
-        "environment": where,
-        "device": where["gpus"][device.index or 0] if on_gpu else where["cpu"],
-        "driver": store.driver_version() if on_gpu else None,
+        **machine.labels(device),
         "spconv": peers.version("spconv") if on_gpu and peers.installed("spconv") else None,
         "repeats": clock.repeats,
         "rows": [],

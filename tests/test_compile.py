@@ -21,7 +21,7 @@ from conftest import random_coords
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 SCENES = ((100, 2), (150, 2), (30, 1), (1, 1), (220, 4), (0, 3), (90, 2), (7, 1), (300, 2), (0, 3), (1, 1))
-BACKENDS = ("eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor")))
+BACKENDS = ("eager", "aot_eager", "inductor")
 
 
 class Net(torch.nn.Module):
@@ -79,6 +79,7 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fault_57_scenes_of_every_size(device: torch.device, backend: str) -> None:
     """New coordinates in every call. Graphs break around what makes maps; few are made, and none after all

@@ -5,21 +5,53 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import pytest
 
 HEAVY = ("torch._dynamo", "matplotlib", "pydantic", "rich", "typer", "yaml")
 PUBLIC = ("accuracy", "convert", "export", "gate", "models", "nn", "policy", "schedule", "settings", "shadow")
 
 
-def clean(code: str) -> Any:
-    """What `code` puts into `found`, run after torch is imported."""
-    lines = ("import json, sys, time, torch", "before = set(sys.modules)", code, "print(json.dumps(found))")
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+#: Has imported torch, and runs what each line holds in a child of its own.
+SERVER = """
+import json, os, sys, time, torch, traceback
+before = set(sys.modules)
+for line in sys.stdin:
+    if os.fork() == 0:
+        try:
+            exec(json.loads(line))
+            print(json.dumps({"found": found}), flush=True)
+        except BaseException:
+            print(json.dumps({"error": traceback.format_exc()}), flush=True)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    if code:
+        print(json.dumps({"error": f"exit code {code}"}), flush=True)
+"""
+
+Clean = Callable[[str], Any]
 
 
-def test_import_brings_nothing_heavy() -> None:
+@pytest.fixture(scope="module")
+def clean() -> Iterator[Clean]:
+    """Gives what code puts into `found`, run in a process that has imported torch and nothing else."""
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=-1, stdout=-1, text=True) as process:
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None and stdout is not None
+
+        def run(code: str) -> Any:
+            print(json.dumps(code), file=stdin, flush=True)
+            said = json.loads(stdout.readline())
+            assert "error" not in said, said["error"]
+            return said["found"]
+
+        yield run
+        stdin.close()
+
+
+def test_import_brings_nothing_heavy(clean: Clean) -> None:
     found = clean(
         f"import voxmma; found = [n for n in {HEAVY!r} if n in sys.modules and n not in before]\n"
         "late = ('voxmma.tools', 'voxmma.tuning', 'voxmma.export', 'voxmma.precision.policy')\n"
@@ -28,7 +60,7 @@ def test_import_brings_nothing_heavy() -> None:
     assert found == []
 
 
-def test_a_layer_runs_without_anything_heavy() -> None:
+def test_a_layer_runs_without_anything_heavy(clean: Clean) -> None:
     """Nor does an eager call of a layer: the seconds of torch._dynamo would fall into its first step."""
     found = clean(
         "import voxmma\n"
@@ -42,7 +74,7 @@ def test_a_layer_runs_without_anything_heavy() -> None:
     assert found == []
 
 
-def test_import_registers_every_op_of_a_layer() -> None:
+def test_import_registers_every_op_of_a_layer(clean: Clean) -> None:
     """What loads later registers only the operators of frozen programs and of engines."""
     found = clean(
         "import importlib, pkgutil, voxmma\n"
@@ -60,7 +92,7 @@ def test_import_registers_every_op_of_a_layer() -> None:
     )
 
 
-def test_a_rescaled_layer_runs_in_a_clean_process() -> None:
+def test_a_rescaled_layer_runs_in_a_clean_process(clean: Clean) -> None:
     found = clean(
         "import voxmma\n"
         "x = voxmma.Voxels(torch.zeros(1, 4).int(), torch.full((1, 4), 3.0).bfloat16())\n"
@@ -72,7 +104,7 @@ def test_a_rescaled_layer_runs_in_a_clean_process() -> None:
     assert found == [[[12.0] * 4], True]
 
 
-def test_public_names_are_attributes() -> None:
+def test_public_names_are_attributes(clean: Clean) -> None:
     found = clean(
         f"import voxmma; names = [*voxmma.__all__, *{PUBLIC!r}]\n"
         "found = [n for n in names if n not in dir(voxmma) or getattr(voxmma, n, None) is None]\n"
@@ -84,11 +116,11 @@ def test_public_names_are_attributes() -> None:
     assert found == []
 
 
-def test_a_name_that_is_not_there() -> None:
+def test_a_name_that_is_not_there(clean: Clean) -> None:
     assert clean("import voxmma; found = hasattr(voxmma, 'nothing_of_the_kind')") is False
 
 
-def test_decorators_do_what_torch_compiler_does() -> None:
+def test_decorators_do_what_torch_compiler_does(clean: Clean) -> None:
     """voxmma._dynamo sets the attributes that torch's decorators set, without torch._dynamo."""
     found = clean(
         "from voxmma._dynamo import constant_result, eager\n"
@@ -104,7 +136,7 @@ def test_decorators_do_what_torch_compiler_does() -> None:
     assert found == [True, True, True, True]
 
 
-def test_the_command_names_the_extra_it_needs() -> None:
+def test_the_command_names_the_extra_it_needs(clean: Clean) -> None:
     found = clean(
         "sys.modules['typer'] = None\n"
         "from voxmma.__main__ import main\n"

@@ -7,33 +7,65 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "voxmma/dtypes.h"
 #include "voxmma/kernels.h"
 
 namespace voxmma {
 
 template <DType D>
 struct TypeOf;
-template <>
-struct TypeOf<DType::f16> {
-  using type = __half;
-};
-template <>
-struct TypeOf<DType::bf16> {
-  using type = __nv_bfloat16;
-};
-template <>
-struct TypeOf<DType::f32> {
-  using type = float;
-};
-template <>
-struct TypeOf<DType::f64> {
-  using type = double;
-};
+#define VOXMMA_TYPE(dtype, T, ...) \
+  template <>                      \
+  struct TypeOf<DType::dtype> {    \
+    using type = T;                \
+  };
+VOXMMA_DTYPES(VOXMMA_TYPE)
+#undef VOXMMA_TYPE
 template <DType D>
 using type_of = typename TypeOf<D>::type;
 
-constexpr int dtype_bytes(DType d) { return d == DType::f64 ? 8 : d == DType::f32 ? 4 : 2; }
+// f(TypeOf<D>()) for the D that is known at run time.
+template <int I = 0, class F>
+__host__ __device__ __forceinline__ constexpr auto with_dtype(DType dtype, const F& f) {
+  constexpr DType D = static_cast<DType>(I);
+  if constexpr (I + 1 < kDTypes) {
+    if (dtype != D) return with_dtype<I + 1>(dtype, f);
+  }
+  return f(TypeOf<D>());
+}
+
+// What sums of T are kept in.
+template <class T>
+using SumOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+constexpr int dtype_bytes(DType dtype) {
+  return with_dtype(dtype, [](auto of) { return static_cast<int>(sizeof(typename decltype(of)::type)); });
+}
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The bits of a T as an unsigned number, and how many of them are its fraction.
+template <class T>
+struct FloatBits;
+template <>
+struct FloatBits<__half> {
+  using U = uint16_t;
+  static constexpr int kFraction = 10;
+};
+template <>
+struct FloatBits<__nv_bfloat16> {
+  using U = uint16_t;
+  static constexpr int kFraction = 7;
+};
+template <>
+struct FloatBits<float> {
+  using U = uint32_t;
+  static constexpr int kFraction = 23;
+};
+template <>
+struct FloatBits<double> {
+  using U = uint64_t;
+  static constexpr int kFraction = 52;
+};
 
 // One rounding, to nearest even, whatever the pair of types.
 template <class To, class From>
@@ -59,7 +91,7 @@ __device__ __forceinline__ To convert(From v) {
   }
 }
 
-// One number of an array whose type is known at run time.
+// One number of an array whose type is known at run time. Switches: with_dtype compiles to other jumps in a kernel.
 template <class To>
 __device__ __forceinline__ To load_as(const void* values, DType dtype, int64_t i) {
   switch (dtype) {

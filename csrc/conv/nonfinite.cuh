@@ -6,29 +6,6 @@
 
 namespace voxmma {
 
-template <class T>
-struct FloatBits;
-template <>
-struct FloatBits<__half> {
-  using U = uint16_t;
-  static constexpr int kFraction = 10;
-};
-template <>
-struct FloatBits<__nv_bfloat16> {
-  using U = uint16_t;
-  static constexpr int kFraction = 7;
-};
-template <>
-struct FloatBits<float> {
-  using U = uint32_t;
-  static constexpr int kFraction = 23;
-};
-template <>
-struct FloatBits<double> {
-  using U = uint64_t;
-  static constexpr int kFraction = 52;
-};
-
 // Infinite or NaN; fp32 also what rounds to infinity in tf32.
 template <class T>
 __device__ __forceinline__ bool is_nonfinite(T v) {

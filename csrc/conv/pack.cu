@@ -97,13 +97,8 @@ cudaError_t pack_typed(const PackArgs& args, cudaStream_t stream) {
 
 template <class T>
 cudaError_t pack_input(const PackArgs& args, cudaStream_t stream) {
-  switch (args.weight_dtype) {
-    case DType::f16: return pack_typed<T, __half>(args, stream);
-    case DType::bf16: return pack_typed<T, __nv_bfloat16>(args, stream);
-    case DType::f32: return pack_typed<T, float>(args, stream);
-    case DType::f64: return pack_typed<T, double>(args, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_dtype(args.weight_dtype,
+                    [&](auto of) { return pack_typed<T, typename decltype(of)::type>(args, stream); });
 }
 
 // X: type of the operands that sums which are not finite are made again from; void: they stay.
@@ -132,17 +127,11 @@ template <class A, class X>
 cudaError_t reduce_typed(const A* partial, int splits, int64_t count, void* out, DType out_dtype, cudaStream_t stream,
                          const ConvArgs& pairs) {
   const int64_t blocks = ceil_div(count, kThreads);
-  const auto run = [&](auto* typed) {
-    using T = std::remove_pointer_t<decltype(typed)>;
-    return launch_kernel(reduce_kernel<A, T, X>, blocks, kThreads, 0, stream, partial, splits, count, typed, pairs);
-  };
-  switch (out_dtype) {
-    case DType::f16: return run(static_cast<__half*>(out));
-    case DType::bf16: return run(static_cast<__nv_bfloat16*>(out));
-    case DType::f32: return run(static_cast<float*>(out));
-    case DType::f64: return run(static_cast<double*>(out));
-  }
-  return cudaErrorInvalidValue;
+  return with_dtype(out_dtype, [&](auto of) {
+    using T = typename decltype(of)::type;
+    return launch_kernel(reduce_kernel<A, T, X>, blocks, kThreads, 0, stream, partial, splits, count,
+                         static_cast<T*>(out), pairs);
+  });
 }
 
 // out[row][column] = sum of partial[0][row][column], partial[1][row][column], ... in this order, then bias and epilogue.
@@ -161,18 +150,11 @@ __global__ void reduce_rows_kernel(const A* partial /* [parts][count] */, int pa
 template <class A>
 cudaError_t reduce_rows(const ConvArgs& args, int parts, cudaStream_t stream) {
   const int64_t columns = int64_t{args.groups} * args.c_out, count = args.plan.n_out * columns;
-  const auto run = [&](auto* typed) {
-    using T = std::remove_pointer_t<decltype(typed)>;
+  return with_dtype(args.out_dtype, [&](auto of) {
+    using T = typename decltype(of)::type;
     return launch_kernel(reduce_rows_kernel<A, T>, ceil_div(count, kThreads), kThreads, 0, stream,
                          static_cast<const A*>(args.workspace), parts, count, columns, args);
-  };
-  switch (args.out_dtype) {
-    case DType::f16: return run(static_cast<__half*>(args.out));
-    case DType::bf16: return run(static_cast<__nv_bfloat16*>(args.out));
-    case DType::f32: return run(static_cast<float*>(args.out));
-    case DType::f64: return run(static_cast<double*>(args.out));
-  }
-  return cudaErrorInvalidValue;
+  });
 }
 
 cudaError_t reduce_rows(const ConvArgs& args, int parts, DType acc, cudaStream_t stream) {
@@ -191,13 +173,7 @@ size_t packed_weight_bytes(const PackArgs& args) {
 int pack_flag_bytes(const PackArgs& args) { return static_cast<int>(ceil_div(pack_blocks(args), 16) * 16); }
 
 cudaError_t pack_weight(const PackArgs& args, cudaStream_t stream) {
-  switch (args.input) {
-    case DType::f16: return pack_input<__half>(args, stream);
-    case DType::bf16: return pack_input<__nv_bfloat16>(args, stream);
-    case DType::f32: return pack_input<float>(args, stream);
-    case DType::f64: return pack_input<double>(args, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_dtype(args.input, [&](auto of) { return pack_input<typename decltype(of)::type>(args, stream); });
 }
 
 cudaError_t reduce_splits(const void* partial, DType acc, int splits, int64_t count, void* out, DType out_dtype,

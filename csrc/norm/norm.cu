@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const NormArgs a
 
 template <bool Backward, Kind K, bool Vec, class T>
 cudaError_t run(const NormArgs& args, cudaStream_t stream) {
-  using A = typename Step<T>::Sum;
+  using A = SumOf<T>;
   if (args.n <= kFew) {
     const Grid grid = few_grid_of<T>(args);
     if constexpr (Backward)
@@ -103,13 +103,7 @@ cudaError_t run(const NormArgs& args, cudaStream_t stream) {
 
 template <bool Backward>
 cudaError_t run(const NormArgs& args, cudaStream_t stream) {
-  switch (args.dtype) {
-    case DType::f16: return run<Backward, __half>(args, stream);
-    case DType::bf16: return run<Backward, __nv_bfloat16>(args, stream);
-    case DType::f32: return run<Backward, float>(args, stream);
-    case DType::f64: return run<Backward, double>(args, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_dtype(args.dtype, [&](auto of) { return run<Backward, typename decltype(of)::type>(args, stream); });
 }
 
 }  // namespace
@@ -117,19 +111,17 @@ cudaError_t run(const NormArgs& args, cudaStream_t stream) {
 size_t norm_workspace(const NormArgs& args) {
   if (args.n <= kFew) return 0;
   const int64_t sums = args.channels * 2;
-  switch (args.dtype) {
-    case DType::f64: return grid_of<double>(args, kMomentsPerSm).blocks * sums * sizeof(double);
-    case DType::f32: return grid_of<float>(args, kMomentsPerSm).blocks * sums * sizeof(float);
-    default: return grid_of<__half>(args, kMomentsPerSm).blocks * sums * sizeof(float);
-  }
+  return with_dtype(args.dtype, [&](auto of) {
+    using T = typename decltype(of)::type;
+    return static_cast<size_t>(grid_of<T>(args, kMomentsPerSm).blocks * sums) * sizeof(SumOf<T>);
+  });
 }
 
 size_t norm_passed_bytes(DType dtype, int64_t n, int64_t channels) {
-  const auto of = [&](auto one) {
-    using S = Step<decltype(one)>;
+  return with_dtype(dtype, [&](auto of) {
+    using S = Step<typename decltype(of)::type>;
     return static_cast<size_t>(ceil_div(n, S::R) * ceil_div(channels, S::V)) * sizeof(typename S::Bits);
-  };
-  return dtype == DType::f64 ? of(double()) : dtype == DType::f32 ? of(float()) : of(__half());
+  });
 }
 
 cudaError_t norm_forward(const NormArgs& args, cudaStream_t stream) { return run<false>(args, stream); }

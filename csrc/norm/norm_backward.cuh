@@ -107,7 +107,7 @@ __host__ __device__ inline NormArgs behind_activation(NormArgs args) {
 // `dy` may be dx.
 template <Kind K, bool Vec, class T>
 __device__ __forceinline__ void gradient(const NormArgs& args, const Grid& grid, const Place<T>& at) {
-  using A = typename Step<T>::Sum;
+  using A = SumOf<T>;
   constexpr int V = Step<T>::V, R = Step<T>::R;
   if (at.valid == 0) return;
   const Affine<A, V> affine(args, at.channel, at.valid);
@@ -150,7 +150,7 @@ __device__ __forceinline__ void gradient(const NormArgs& args, const Grid& grid,
 template <Kind K, bool Vec, class T>
 __global__ void __launch_bounds__(kThreads, K == Kind::smooth ? kSmoothPerSm : kPerSm)
     gradient_sums_kernel(const NormArgs args, const Grid grid) {
-  using A = typename Step<T>::Sum;
+  using A = SumOf<T>;
   constexpr int V = Step<T>::V;
   const Place<T> at(args, grid);
   Sums<A> found[V];
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kPerSm) gradient_kernel(const NormAr
 
 template <Kind K, bool Vec, class T>
 __global__ void __launch_bounds__(kFewThreads) few_backward_kernel(const NormArgs args, const Grid grid) {
-  using A = typename Step<T>::Sum;
+  using A = SumOf<T>;
   constexpr int V = Step<T>::V;
   const Place<T> at(args, grid);
   Sums<A> found[V];

@@ -61,7 +61,7 @@ __device__ void finish_moments(const NormArgs& args, int64_t c, const Moments<A>
 
 template <Kind K, bool Vec, class T>
 __device__ __forceinline__ void apply(const NormArgs& args, const Grid& grid, const Place<T>& at) {
-  using A = typename Step<T>::Sum;
+  using A = SumOf<T>;
   using Bits = typename Step<T>::Bits;
   constexpr int V = Step<T>::V, R = Step<T>::R;
   if (at.valid == 0) return;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void apply(const NormArgs& args, const Grid& grid, co
 
 template <bool Vec, class T>
 __global__ void __launch_bounds__(kThreads, kMomentsPerSm) moments_kernel(const NormArgs args, const Grid grid) {
-  using A = typename Step<T>::Sum;
+  using A = SumOf<T>;
   constexpr int V = Step<T>::V;
   const Place<T> at(args, grid);
   Moments<A> found[V];
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, kPerSm) apply_kernel(const NormArgs 
 
 template <Kind K, bool Vec, class T>
 __global__ void __launch_bounds__(kFewThreads) few_forward_kernel(const NormArgs args, const Grid grid) {
-  using A = typename Step<T>::Sum;
+  using A = SumOf<T>;
   constexpr int V = Step<T>::V;
   const Place<T> at(args, grid);
   Moments<A> found[V];

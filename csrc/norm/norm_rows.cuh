@@ -16,7 +16,6 @@ constexpr int64_t kFew = 1024;  // rows of which one launch is faster than three
 template <class T>
 struct Step {
   static constexpr int V = sizeof(T) == 8 ? 2 : 4, R = 32 / (V * sizeof(T));
-  using Sum = std::conditional_t<sizeof(T) == 8, double, float>;
   using Bits = std::conditional_t<V * R == 16, uint16_t, uint8_t>;  // bit u * V + i: row u, channel i
 };
 

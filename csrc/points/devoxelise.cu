@@ -159,7 +159,7 @@ __device__ __forceinline__ void load_all(const V* from, V (&to)[kRows]) {
 template <class T, int kBytes, int kRows>
 __global__ void __launch_bounds__(kThreads) gather(const GatherArgs args) {
   constexpr int n = kBytes / int(sizeof(T));
-  using A = Wide<T>;
+  using A = SumOf<T>;
   const int64_t vecs = args.channels / n, items = args.n * vecs;
   const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (index >= items) return;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kThreads) gather(const GatherArgs args) {
 template <class T, int kBytes, int kRows>
 __global__ void __launch_bounds__(kThreads) scatter(const ScatterArgs args, int columns) {
   constexpr int n = kBytes / int(sizeof(T));
-  using A = Wide<T>;
+  using A = SumOf<T>;
   const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
   if (row >= args.n_out) return;
   const int lane = static_cast<int>(threadIdx.x % 32), slots = 32 / columns;
@@ -317,12 +317,7 @@ cudaError_t lookup_rows(const SetView& set, const void* query, bool is_int64, in
 cudaError_t locate_points(const LocateArgs& args, cudaStream_t stream) {
   if (args.n < 0 || !is_valid(args.set)) return cudaErrorInvalidValue;
   if (args.n == 0) return cudaSuccess;
-  switch (args.dtype) {
-    case DType::f16: return launch_locate<__half>(args, stream);
-    case DType::bf16: return launch_locate<__nv_bfloat16>(args, stream);
-    case DType::f32: return launch_locate<float>(args, stream);
-    default: return launch_locate<double>(args, stream);
-  }
+  return with_dtype(args.dtype, [&](auto of) { return launch_locate<typename decltype(of)::type>(args, stream); });
 }
 
 cudaError_t gather_weighted(const GatherArgs& args, cudaStream_t stream) {
@@ -331,12 +326,7 @@ cudaError_t gather_weighted(const GatherArgs& args, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (args.n == 0 || args.channels == 0) return cudaSuccess;
-  switch (args.dtype) {
-    case DType::f16: return launch_gather<__half>(args, stream);
-    case DType::bf16: return launch_gather<__nv_bfloat16>(args, stream);
-    case DType::f32: return launch_gather<float>(args, stream);
-    default: return launch_gather<double>(args, stream);
-  }
+  return with_dtype(args.dtype, [&](auto of) { return launch_gather<typename decltype(of)::type>(args, stream); });
 }
 
 cudaError_t scatter_weighted(const ScatterArgs& args, cudaStream_t stream) {
@@ -344,12 +334,7 @@ cudaError_t scatter_weighted(const ScatterArgs& args, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (args.n_out == 0 || args.channels == 0) return cudaSuccess;
-  switch (args.dtype) {
-    case DType::f16: return launch_scatter<__half>(args, stream);
-    case DType::bf16: return launch_scatter<__nv_bfloat16>(args, stream);
-    case DType::f32: return launch_scatter<float>(args, stream);
-    default: return launch_scatter<double>(args, stream);
-  }
+  return with_dtype(args.dtype, [&](auto of) { return launch_scatter<typename decltype(of)::type>(args, stream); });
 }
 
 }  // namespace voxmma

@@ -266,10 +266,7 @@ cudaError_t merge_typed(const MergeArgs& args, cudaStream_t stream) {
 cudaError_t cells_of_points(const PointArgs& args, cudaStream_t stream) {
   if (args.n < 0 || args.n > INT_MAX) return cudaErrorInvalidValue;
   if (args.n == 0) return cudaSuccess;
-  const auto kernel = args.dtype == DType::f16    ? write_cells<__half>
-                      : args.dtype == DType::bf16 ? write_cells<__nv_bfloat16>
-                      : args.dtype == DType::f32  ? write_cells<float>
-                                                  : write_cells<double>;
+  const auto kernel = with_dtype(args.dtype, [](auto of) { return &write_cells<typename decltype(of)::type>; });
   kernel<<<blocks_for(args.n), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
@@ -291,7 +288,7 @@ size_t group_workspace(const CoordBox& box, int64_t n) {
 
 cudaError_t group_cells(const GroupArgs& args, cudaStream_t stream) {
   if (args.n < 0 || args.n > INT_MAX) return cudaErrorInvalidValue;
-  const cudaError_t error = cudaMemsetAsync(args.stats, 0, sizeof(RunStats), stream);
+  const cudaError_t error = set_bytes(args.stats, 0, sizeof(RunStats), stream);
   if (error != cudaSuccess || args.n == 0) return error;
   return is_narrow(args.box) ? group_with<uint32_t>(args, stream) : group_with<uint64_t>(args, stream);
 }
@@ -306,12 +303,7 @@ cudaError_t merge_runs(const MergeArgs& args, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (args.count == 0 || args.channels == 0) return cudaSuccess;
-  switch (args.dtype) {
-    case DType::f16: return merge_typed<__half>(args, stream);
-    case DType::bf16: return merge_typed<__nv_bfloat16>(args, stream);
-    case DType::f32: return merge_typed<float>(args, stream);
-    default: return merge_typed<double>(args, stream);
-  }
+  return with_dtype(args.dtype, [&](auto of) { return merge_typed<typename decltype(of)::type>(args, stream); });
 }
 
 }  // namespace voxmma

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) pool_rows(const PoolAr
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   constexpr int n = kBytes / int(sizeof(T));
   constexpr int kFlight = mode == Mode::sum || is_extreme(mode) ? 4 : 2;  // input rows a thread has on their way
-  using A = Wide<T>;
+  using A = SumOf<T>;
   const PlanView& plan = args.plan;
   const int rows = 1 << log_rows, volume = plan.kernel_volume, chunks = (volume + kChunk - 1) / kChunk;
   const ScheduledTile tile = load_row(plan.schedule + plan.tiles, blockIdx.x >> (kLogTile - log_rows));  // Morton order
@@ -229,12 +229,7 @@ cudaError_t pool(const PoolArgs& args, cudaStream_t stream) {
   const int volume = args.plan.kernel_volume;
   if (volume < 1 || volume > kMaxVolume || args.channels < 0 || args.ldx < 0) return cudaErrorInvalidValue;
   if (args.plan.tiles == 0 || args.channels == 0) return cudaSuccess;
-  switch (args.dtype) {
-    case DType::f16: return launch_typed<__half>(args, stream);
-    case DType::bf16: return launch_typed<__nv_bfloat16>(args, stream);
-    case DType::f32: return launch_typed<float>(args, stream);
-    default: return launch_typed<double>(args, stream);
-  }
+  return with_dtype(args.dtype, [&](auto of) { return launch_typed<typename decltype(of)::type>(args, stream); });
 }
 
 cudaError_t neighbor_counts(const PlanView& plan, int* counts, cudaStream_t stream) {

@@ -1,23 +1,16 @@
 // Rows of features in pieces of up to 16 bytes, and the arithmetic that pooling does on them.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
-#include "voxmma/kernels.h"
+#include "../common/types.cuh"
 
 namespace voxmma::detail {
 
 constexpr int kLogTile = 8;
 static_assert(kTileM == 1 << kLogTile, "kLogTile");
-
-// What sums of T are kept in.
-template <class T>
-using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 // Whether v takes the place of `best`: strictly larger (smaller), or the first NaN.
 template <bool largest, class A>
@@ -53,6 +46,7 @@ struct Word<16> {
 template <class T, int n>
 struct Piece {
   using W = typename Word<int(n * sizeof(T))>::type;
+  using W1 = typename Word<int(sizeof(T))>::type;
   static constexpr int kWords = int(sizeof(W) + 3) / 4;
   uint32_t word[kWords];
 
@@ -86,10 +80,12 @@ struct Piece {
       return __uint_as_float(word[i]);
     else if constexpr (std::is_same_v<T, __nv_bfloat16>)
       return __uint_as_float(bits(i) << 16);
-    else if constexpr (std::is_same_v<T, __half>)
-      return __half2float(__ushort_as_half(uint16_t(bits(i))));
-    else
+    else if constexpr (std::is_integral_v<T>)
       return static_cast<int>(bits(i));
+    else {
+      const auto raw = static_cast<W1>(bits(i));
+      return convert<float>(reinterpret_cast<const T&>(raw));
+    }
   }
 
   // What `value` rounds to.
@@ -107,14 +103,12 @@ struct Piece {
 #pragma unroll
       for (int i = 0; i < n; ++i) {
         uint32_t b;
-        if constexpr (std::is_same_v<T, float>)
-          b = __float_as_uint(value[i]);
-        else if constexpr (std::is_same_v<T, __half>)
-          b = __half_as_ushort(__float2half_rn(value[i]));
-        else if constexpr (std::is_same_v<T, __nv_bfloat16>)
-          b = __bfloat16_as_ushort(__float2bfloat16_rn(value[i]));
-        else
+        if constexpr (std::is_integral_v<T>) {
           b = uint32_t(value[i]);
+        } else {
+          const T element = convert<T>(value[i]);
+          b = reinterpret_cast<const W1&>(element);
+        }
         word[i * int(sizeof(T)) / 4] |= b << (i * int(sizeof(T)) % 4 * 8);
       }
     }
@@ -125,7 +119,7 @@ struct Piece {
 // the first NaN above all. `first`: nothing was offered before.
 template <bool largest, class T, int n, class = void>
 struct Extreme {
-  Wide<T> best[n] = {};
+  SumOf<T> best[n] = {};
   int chosen[n];
 
   __device__ __forceinline__ explicit Extreme(int none) {

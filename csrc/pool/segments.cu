@@ -25,7 +25,7 @@ struct Item {
 template <class T, int kBytes>
 __global__ void __launch_bounds__(kThreads) sum_blocks(const SegmentArgs args) {
   constexpr int n = kBytes / int(sizeof(T));
-  using A = Wide<T>;
+  using A = SumOf<T>;
   const int64_t vecs = args.channels / n, index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (index >= args.blocks * vecs) return;
   const Item item(args, index, vecs, n);
@@ -118,12 +118,7 @@ cudaError_t launch(const SegmentArgs& args, bool argmax, cudaStream_t stream) {
 cudaError_t launch_typed(const SegmentArgs& args, bool argmax, cudaStream_t stream) {
   if (args.channels < 0 || args.ldx < 0 || args.blocks < 0) return cudaErrorInvalidValue;
   if (args.blocks == 0 || args.channels == 0) return cudaSuccess;
-  switch (args.dtype) {
-    case DType::f16: return launch<__half>(args, argmax, stream);
-    case DType::bf16: return launch<__nv_bfloat16>(args, argmax, stream);
-    case DType::f32: return launch<float>(args, argmax, stream);
-    default: return launch<double>(args, argmax, stream);
-  }
+  return with_dtype(args.dtype, [&](auto of) { return launch<typename decltype(of)::type>(args, argmax, stream); });
 }
 
 }  // namespace

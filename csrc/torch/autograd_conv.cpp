@@ -52,7 +52,7 @@ Tensor conv_gradient_of_weight(const Plan& plan, const ConvTypes& types, const T
 }
 
 Tensor conv_gradient_of_bias(const Tensor& dy, ScalarType dtype) {
-  return dy.sum(0, /*keepdim=*/false, dy.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).to(dtype);
+  return dy.sum(0, /*keepdim=*/false, sum_type(dy.scalar_type())).to(dtype);
 }
 
 namespace {

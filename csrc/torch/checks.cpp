@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "voxmma/dtypes.h"
 #ifdef VOXMMA_WITH_CUDA
 #include "voxmma/kernels.h"
 #endif
@@ -13,20 +14,28 @@ namespace voxmma {
 
 const char* dtype_name(ScalarType t) {
   switch (t) {
-    case at::kHalf: return "float16";
-    case at::kBFloat16: return "bfloat16";
-    case at::kFloat: return "float32";
-    case at::kDouble: return "float64";
+#define VOXMMA_CASE(dtype, T, name, torch, torch_name) \
+  case ScalarType::torch: return torch_name;
+    VOXMMA_DTYPES(VOXMMA_CASE)
+#undef VOXMMA_CASE
     default: return c10::toString(t);
   }
 }
 
-bool is_supported(ScalarType t) { return t == at::kHalf || t == at::kBFloat16 || t == at::kFloat || t == at::kDouble; }
+bool is_supported(ScalarType t) {
+#define VOXMMA_IS(dtype, T, name, torch, ...) || t == ScalarType::torch
+  return false VOXMMA_DTYPES(VOXMMA_IS);
+#undef VOXMMA_IS
+}
+
+ScalarType sum_type(ScalarType t) { return t == at::kDouble ? at::kDouble : at::kFloat; }
 
 void check_tensor(const char* name, const Tensor& t, int64_t dim, const Tensor& x) {
   TORCH_CHECK(t.dim() == dim, name, " must have ", dim, " dimensions, got shape ", t.sizes());
+#define VOXMMA_LISTED(dtype, T, short_name, torch, torch_name) " " torch_name
   TORCH_CHECK(is_supported(t.scalar_type()), name, " has dtype ", dtype_name(t.scalar_type()),
-              "; float16, bfloat16, float32 and float64 are supported");
+              "; supported:" VOXMMA_DTYPES(VOXMMA_LISTED));
+#undef VOXMMA_LISTED
   TORCH_CHECK(t.device() == x.device(), name, " is on ", t.device(), " but x is on ", x.device());
 }
 

@@ -19,6 +19,7 @@ constexpr size_t kPlanTensors = 7, kPairTensors = 4;
 
 const char* dtype_name(ScalarType t);
 bool is_supported(ScalarType t);
+ScalarType sum_type(ScalarType t);  // what sums of t are kept in: float64 of float64, else float32
 void check_tensor(const char* name, const Tensor& t, int64_t dim, const Tensor& x);
 
 // A kernel map as tensors (README, "Kernel maps"): on CUDA [order, schedule, passes, frag, uniq, local, size], elsewhere

@@ -7,9 +7,9 @@
 namespace voxmma {
 
 // Written by setup.py into build_info.cpp, so that a changed kernel does not recompile the binding.
-extern const char* const kBuildId;       // hash of the sources under csrc
-extern const char* const kCudaArchs;     // "8.0 9.0a": setup.py's parse_archs; empty without CUDA
-extern const char* const kCudaVersion;   // of the nvcc that built the kernels; empty without CUDA
+extern const char* const kBuildId;      // hash of the sources under csrc
+extern const char* const kCudaArchs;    // "8.0 9.0a": setup.py's parse_archs; empty without CUDA
+extern const char* const kCudaVersion;  // of the nvcc that built the kernels; empty without CUDA
 
 void bind_cached(py::module_& m);
 void bind_cpu_conv(py::module_& m);

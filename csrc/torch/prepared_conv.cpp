@@ -108,14 +108,13 @@ void bind_prepared_conv(py::module_& m) {
                            double eps, const OptTensor& residual, const std::string& activation, double slope) {
                           return self.fused(x, weight, bias, scale, shift, mean, var, eps, residual, activation, slope);
                         }))
-      .def("fused_into", torch::wrap_pybind_function_no_gil(
-                             [](const PreparedConv& self, const Tensor& x, const Tensor& weight, const OptTensor& bias,
-                                const OptTensor& scale, const OptTensor& shift, const OptTensor& mean,
-                                const OptTensor& var, double eps, const OptTensor& residual,
-                                const std::string& activation, double slope, Tensor out) {
-                               self.fused_into(x, weight, bias, scale, shift, mean, var, eps, residual, activation,
-                                               slope, out);
-                             }))
+      .def("fused_into",
+           torch::wrap_pybind_function_no_gil(
+               [](const PreparedConv& self, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                  const OptTensor& scale, const OptTensor& shift, const OptTensor& mean, const OptTensor& var,
+                  double eps, const OptTensor& residual, const std::string& activation, double slope, Tensor out) {
+                 self.fused_into(x, weight, bias, scale, shift, mean, var, eps, residual, activation, slope, out);
+               }))
       .def("trained", torch::wrap_pybind_function_no_gil(
                           [](const PreparedConv& self, const Tensor& x, const Tensor& weight, const OptTensor& bias,
                              const OptTensor& norm_weight, const OptTensor& norm_bias, const OptTensor& running_mean,

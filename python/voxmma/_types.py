@@ -131,4 +131,13 @@ def as_tensor(value: Any, name: str) -> Any:
         raise TypeError(f"{name} is a numpy array that no tensor can be made of: {error}") from None
 
 
+#: The dtypes that are computed in, and their names.
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+*_first, _last = DTYPE_NAMES.values()
+#: The same for messages: 'fp16, bf16, fp32 or fp64'.
+ANY_DTYPE = f"{', '.join(_first)} or {_last}"
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of values of `dtype` are kept in: fp64 of fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

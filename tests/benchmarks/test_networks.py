@@ -199,7 +199,7 @@ def test_what_fails_is_recorded() -> None:
     if networks.missing("spconv-triton") is None:
         (row,) = run(libraries=["spconv-triton"])
         assert "GPU only" in row["unsupported"]
-    job = networks.Job("spunet", "grid_1")  # one voxel: norms cannot be trained on it
+    job = networks.Job("second", "grid_1")  # one voxel: norms cannot be trained on it
     (row,) = networks.run([job], ["torch"], CPU, repeats=1)["rows"]
     assert row["error"].startswith("reference: ValueError: Expected more than 1 value")
 

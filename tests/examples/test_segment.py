@@ -609,6 +609,7 @@ def two(request: pytest.FixtureRequest, scenes: Path, tmp_path_factory: pytest.T
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_with_half_the_batch_learn_as_one(
     name: str, two: Path, scenes: Path, tmp_path: Path

@@ -15,7 +15,8 @@ from voxmma import nn as vnn
 
 import dense_networks as dense  # isort: skip
 
-SIDE = 64
+#: Cells of a dense grid along each axis, as few as hold a scene and what its outputs reach.
+SIDE = 32
 
 
 def parameters(net: nn.Module) -> int:
@@ -68,8 +69,8 @@ def test_unet_equals_a_dense_one(device: torch.device, widen: str) -> None:
 
 def test_second_backbone_equals_a_dense_one(device: torch.device) -> None:
     net = small(models.SECONDBackbone(3), device).eval()
-    x = voxels(dense.scene(40, 20), 3, device)
-    made, expected = net(x), dense.second(net, dense.grid(x, SIDE))
+    x = voxels(dense.scene(40, 8), 3, device)
+    made, expected = net(x), dense.second(net, dense.grid(x, 48))
     assert [y.feats.shape[1] for y in made] == [16, 32, 64, 64, 128]
     assert [y.stride for y in made] == [(1, 1, 1), (2, 2, 2), (4, 4, 4), (8, 8, 8), (16, 8, 8)]
     for y, e in zip(made, expected, strict=True):
@@ -83,8 +84,8 @@ def test_resnet_equals_a_dense_one(device: torch.device, padding: int) -> None:
     for module in net.modules():  # the last kernel is 1 x 3 x 1: one cell of padding is wanted on one axis
         if isinstance(module, vnn.SparseConv3d) and module.kernel_size == (1, 3, 1):
             assert module.padding == (padding,) * 3
-    x = voxels(dense.scene(40, 20), 3, device)
-    made, expected = net(x), dense.resnet(net, dense.grid(x, SIDE))
+    x = voxels(dense.scene(40, 8), 3, device)
+    made, expected = net(x), dense.resnet(net, dense.grid(x, 48))
     assert [y.feats.shape[1] for y in made] == [4, 8, 16, 32, 32] and made[-1].stride == (8, 16, 8)
     for y, e in zip(made, expected, strict=True):
         agree(y, e)
@@ -95,7 +96,7 @@ def test_resnet_equals_a_dense_one(device: torch.device, padding: int) -> None:
 def test_vae_decoder_equals_a_dense_one(device: torch.device, with_target: bool) -> None:
     net = small(models.VAEDecoder((6, 8, 6, 4), unpruned=1), device).eval()
     target = voxels(dense.scene(50, 16), 1, device) if with_target else None
-    coords = dense.scene(5, 4, margin=2)
+    coords = dense.scene(5, 4, margin=0)
     if target is not None:
         coords = voxmma.downsample(target, 8).coords.cpu()
     z = voxels(coords, 6, device, batch_size=2, stride=8)

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "voxmma/device.h"
+#include "voxmma/dtypes.h"
 
 namespace voxmma {
 
@@ -25,7 +26,6 @@ inline constexpr int kMissing =
     kUniqueMax;                          // local index of "no neighbour": the shared zero row behind the unique rows
 inline constexpr int kPassOffsets = 32;  // offsets of a pass: one bit each in a 32-bit fragment mask
 
-enum class DType : int { f16 = 0, bf16 = 1, f32 = 2, f64 = 3 };
 enum class Accum : int { f32 = 0, f16 = 1, f16_promoted = 2, f64 = 3 };
 enum class Op : int { fprop = 0, wgrad = 1 };  // dgrad is fprop over the transposed map
 
@@ -283,6 +283,10 @@ struct OrderArgs {
   SizedStats* sized;
   int* bounds;  // [8]
 };
+// Rows of int32 or int64 into a buffer of as many or more, and their number. Of int64, what lies beyond 2^30 or -2^30
+// becomes these, which are outside of any bounds.
+cudaError_t put_coords(const void* coords, bool is_int64, int64_t n, int* buffer, int64_t* count, cudaStream_t);
+
 size_t order_workspace(int64_t n);
 cudaError_t order_coords(const OrderArgs&, cudaStream_t);
 

@@ -8,6 +8,7 @@
 
 #include "../module.h"
 #include "voxmma/arch.h"
+#include "voxmma/dtypes.h"
 
 namespace voxmma {
 
@@ -68,10 +69,11 @@ void Launch::wait() const {
 
 DType to_dtype(ScalarType t) {
   switch (t) {
-    case at::kHalf: return DType::f16;
-    case at::kBFloat16: return DType::bf16;
-    case at::kFloat: return DType::f32;
-    default: return DType::f64;  // is_supported() has been checked
+#define VOXMMA_CASE(dtype, T, name, torch, ...) \
+  case ScalarType::torch: return DType::dtype;
+    VOXMMA_DTYPES(VOXMMA_CASE)
+#undef VOXMMA_CASE
+    default: TORCH_INTERNAL_ASSERT(false, "is_supported() has not been asked");
   }
 }
 

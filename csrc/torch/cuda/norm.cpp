@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_act_cuda(const Tensor& x, const OptTenso
                 " of shape ", batches->sizes(), " on ", batches->device());
   }
   const Launch on(x.device());
-  const ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const ScalarType wide = sum_type(x.scalar_type());
   const Tensor y = on.empty(x.sizes(), x.scalar_type()), stats = on.empty({4, x.size(1)}, wide);
   Owners own;
   NormArgs args = norm_args(on, x, residual, activation, slope, stats, own);
@@ -80,8 +80,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_act_backward_cuda(const Tensor& 
   check_norm(x, std::nullopt, std::nullopt, std::nullopt, std::nullopt, residual);
   check_norm(x, std::nullopt, std::nullopt, std::nullopt, std::nullopt, dy);
   TORCH_CHECK(stats.is_contiguous() && stats.dim() == 2 && stats.size(0) == 4 && stats.size(1) == x.size(1) &&
-                  stats.device() == x.device() &&
-                  stats.scalar_type() == (x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat),
+                  stats.device() == x.device() && stats.scalar_type() == sum_type(x.scalar_type()),
               "stats must be those of norm_act of x");
   const Launch on(x.device());
   const Tensor dx = on.empty(x.sizes(), x.scalar_type());

@@ -16,8 +16,8 @@ using LocateResult = std::tuple<Tensor, Tensor, bool>;
 Tensor cells_of_points_cuda(const Tensor& points, const OptTensor& batch, const std::vector<double>& origin,
                             const std::vector<double>& edge) {
   TORCH_CHECK(points.is_cuda() && points.dim() == 2 && points.size(1) == 3 && is_supported(points.scalar_type()),
-              "points must be (N, 3) float16, bfloat16, float32 or float64 on a CUDA device, got ",
-              dtype_name(points.scalar_type()), " of shape ", points.sizes(), " on ", points.device());
+              "points must be (N, 3) floating-point numbers on a CUDA device, got ", dtype_name(points.scalar_type()),
+              " of shape ", points.sizes(), " on ", points.device());
   TORCH_CHECK(origin.size() == 3 && edge.size() == 3, "origin and edge must hold 3 numbers each");
   if (batch.has_value()) check_ints("batch", *batch, at::kLong, 0, points);
   TORCH_CHECK(!batch.has_value() || batch->size(0) == points.size(0), "batch must hold a number per point");
@@ -174,7 +174,7 @@ LocateResult locate_points_cuda(const Tensor& points, const OptTensor& batch, in
 }
 
 void check_weights(const Tensor& x, const Tensor& weights, int64_t rows) {
-  const ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const ScalarType wide = sum_type(x.scalar_type());
   TORCH_CHECK(weights.device() == x.device() && weights.scalar_type() == wide && weights.is_contiguous() &&
                   weights.dim() == 2 && weights.size(0) == rows && (weights.size(1) == 1 || weights.size(1) == 8),
               "weights must be contiguous ", dtype_name(wide), " of shape (", rows, ", 1 or 8) on ", x.device(),

@@ -80,7 +80,7 @@ Tensor launch_segments(const Tensor& x, const OptTensor& candidates, const Tenso
   check_segments(x, candidates, rows, starts);
   const Launch on(x.device());
   const Tensor from = dense_rows(x);
-  const ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const ScalarType wide = sum_type(x.scalar_type());
   const Tensor out = on.empty({starts.size(0), x.size(1)}, argmax ? at::kLong : wide);
   SegmentArgs args{};
   args.x = from.data_ptr();

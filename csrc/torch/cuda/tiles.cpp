@@ -7,12 +7,15 @@
 #include "../module.h"
 #include "launch.h"
 #include "voxmma/arch.h"
+#include "voxmma/dtypes.h"
 #include "voxmma/probe.h"
 
 namespace voxmma {
 namespace {
 
-constexpr const char* kDtypeNames[] = {"fp16", "bf16", "fp32", "fp64"};
+#define VOXMMA_NAME(dtype, T, name, ...) name,
+constexpr const char* kDtypeNames[] = {VOXMMA_DTYPES(VOXMMA_NAME)};
+#undef VOXMMA_NAME
 constexpr const char* kAccumNames[] = {"fp32", "fp16", "fp16_promoted", "fp64"};
 constexpr const char* kOpNames[] = {"fprop", "wgrad"};
 

@@ -18,7 +18,7 @@ from torch.overrides import has_torch_function
 from voxmma import torchflags
 from voxmma._dynamo import constant_result, eager
 from voxmma._extension import _C
-from voxmma._types import DTYPE_NAMES, Triple
+from voxmma._types import ANY_DTYPE, DTYPE_NAMES, Triple
 from voxmma.dispatch import measurements, settings, validation
 from voxmma.dispatch.config import ConvConfig, fp16_accum_flag
 from voxmma.dispatch.epilogue import Epilogue
@@ -108,15 +108,6 @@ def _outside(
 
 # ---- its operands ------------------------------------------------------------------------------------------
 
-#: Which dtypes of weights serve features of a dtype beside their own: no value of the weight is rounded away
-#: that the caller did not ask for, no feature is.
-_WIDER = {
-    torch.float16: (torch.float32, torch.float64),
-    torch.bfloat16: (torch.float32, torch.float64),
-    torch.float32: (torch.float64,),
-    torch.float64: (),
-}
-
 
 def _compute_dtype(config: ConvConfig, x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
     """The argument, else the active autocast dtype (fp64 stays fp64, as in torch), else the features' own.
@@ -136,7 +127,7 @@ def _dtype_of_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != x.dtype and tensor.dtype not in _WIDER[x.dtype]:
+        if tensor is not None and tensor.dtype != x.dtype and not _is_wider(tensor.dtype, x.dtype):
             theirs, mine = DTYPE_NAMES[x.dtype], DTYPE_NAMES[tensor.dtype]
             raise ValueError(
                 f"the features of x are {theirs}, {name} is {mine}, which is not as wide: convert one of "
@@ -146,11 +137,16 @@ def _dtype_of_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.
     return x.dtype
 
 
+def _is_wider(weight: torch.dtype, feats: torch.dtype) -> bool:
+    """Whether weights of another dtype serve the features: they are rounded to it, no feature is."""
+    return torch.promote_types(weight, feats) == weight
+
+
 def _check_tensor(value: object, name: str, x: Voxels) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.dtype not in DTYPE_NAMES:
-        raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {value.dtype}")
+        raise TypeError(f"{name} must be {ANY_DTYPE}, got {value.dtype}")
     if value.device != x.feats.device:
         raise ValueError(f"{name} is on {value.device}, the features of x are on {x.feats.device}")
     return value

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from voxmma._dynamo import constant_result
-from voxmma._types import DTYPE_NAMES, Triple, positive, triple
+from voxmma._types import ANY_DTYPE, DTYPE_NAMES, Triple, positive, triple
 from voxmma.dispatch import settings
 from voxmma.ops.kernels import parse_accumulator
 from voxmma.sparse.derive import check_max_voxels
@@ -129,7 +129,7 @@ class ConvConfig:
         for name in ("compute_dtype", "out_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPE_NAMES):
-                raise ValueError(f"{name} must be fp16, bf16, fp32, fp64 or None, got {dtype!r}")
+                raise ValueError(f"{name} must be {ANY_DTYPE}, or None, got {dtype!r}")
         self._put("_hash", hash(self._values()))
 
     def _put(self, name: str, value: object) -> None:

@@ -12,17 +12,13 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from voxmma._extension import _C
+from voxmma._types import DTYPE_NAMES, sum_dtype
 from voxmma.ops.cpu import ACTIVATIONS
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.tensor import Voxels
 
 #: Dtypes of a norm's numbers beside rows of a dtype, as torch's batch norm takes them.
-_TAKEN = {
-    torch.float16: (torch.float16, torch.float32),
-    torch.bfloat16: (torch.bfloat16, torch.float32),
-    torch.float32: (torch.float32,),
-    torch.float64: (torch.float64,),
-}
+_TAKEN = {dtype: (dtype, sum_dtype(dtype)) for dtype in DTYPE_NAMES}
 
 
 class Norm(NamedTuple):

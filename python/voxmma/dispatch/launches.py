@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from voxmma._types import DTYPE_NAMES
+from voxmma._types import DTYPE_NAMES, sum_dtype
 from voxmma.dispatch.record import Record
 from voxmma.ops.kernels import chunk_of
 
@@ -135,7 +135,7 @@ class audit(TorchDispatchMode):
         c_in, c_out = weight.shape[-2] * groups, weight.shape[-1] * groups
         accumulator = given["accumulator"]
         if wgrad:
-            accumulator = "fp64" if x.dtype == torch.float64 else "fp32"
+            accumulator = DTYPE_NAMES[sum_dtype(x.dtype)]
         elif given["transpose"]:
             c_in, c_out = c_out, c_in
         launch = Launch(

@@ -26,7 +26,7 @@ import torch
 
 from voxmma._dynamo import constant_result, eager
 from voxmma._extension import _C
-from voxmma._types import DTYPE_NAMES
+from voxmma._types import DTYPE_NAMES, sum_dtype
 from voxmma.dispatch import measurements, settings, validation
 from voxmma.dispatch.settings import DEFAULT_POOLS, AlgoMode, Limits, Pools
 from voxmma.ops.kernels import (
@@ -336,7 +336,7 @@ def _plan_call(
     """
     fwd_mode, dgrad_mode, wgrad_mode, small_ch_ceil, fp32_precision, limits = pools
     on_cpu = isinstance(target, torch.device) and target.type == "cpu"
-    exact = "fp64" if dtype == torch.float64 else "fp32"
+    exact = DTYPE_NAMES[sum_dtype(dtype)]
     shape = (c_in, c_out, groups, target)
     narrow = accumulator_label(_PROMOTED, chunk) if chunk else "fp16"
 

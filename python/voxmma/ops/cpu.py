@@ -31,15 +31,12 @@ from torch import Tensor
 
 from voxmma import torchflags
 from voxmma._extension import _C
+from voxmma._types import DTYPE_NAMES, sum_dtype
 from voxmma.ops.formats import round_tf32
 
 __all__: list[str] = []
 
 _LIBRARY = torch.library.Library("voxmma", "IMPL")
-
-
-def _compute_type(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _split(t: Tensor, groups: int) -> Tensor:
@@ -104,7 +101,7 @@ def _sums(
     chunk = _check_tile(tile, accumulator, x.dtype) or c_in
     in_rows, out_rows, kptr, _ = map
     start: list[int] = kptr.tolist()
-    compute = _compute_type(x)
+    compute = sum_dtype(x.dtype)
     features = x.to(compute)
     # Rounded to x's type first, as the GPU does, then exact in the compute type.
     weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:]).contiguous()
@@ -237,10 +234,10 @@ def _conv_wgrad_cpu(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     c_in, c_out = _C.check_wgrad(x, dy, map, kernel_volume, groups, accumulator, out_dtype)
-    _check_tile(tile, "fp64" if x.dtype == torch.float64 else "fp32", x.dtype)
+    _check_tile(tile, DTYPE_NAMES[sum_dtype(x.dtype)], x.dtype)
     in_rows, out_rows, kptr, _ = map
     start: list[int] = kptr.tolist()
-    compute = _compute_type(x)  # fp32 at least, whatever `accumulator` says
+    compute = sum_dtype(x.dtype)  # fp32 at least, whatever `accumulator` says
     features, grads = x.to(compute), dy.to(compute)
     if tile == "cpu_tf32":
         features, grads = round_tf32(features), round_tf32(grads)
@@ -308,7 +305,7 @@ def _pool_sum_cpu(
     mirror: bool,
 ) -> Tensor:
     _C.check_pool(x, in_count, out_count, None, 0, "map", map, kernel_volume, n_out)
-    wide = _compute_type(x)
+    wide = sum_dtype(x.dtype)
     values = x.to(wide)
     if in_count is not None:
         values = values / _per_row(in_count, wide)
@@ -375,7 +372,7 @@ def _pool_put_cpu(
     name, back = ("map", map) if symmetric else ("map_t", map_t)
     rows = x.shape[0] if x.dim() else 0
     _C.check_pool(x, None, None, winner, rows, name, back, kernel_volume, n_out)
-    wide = _compute_type(x)
+    wide = sum_dtype(x.dtype)
     values = x.to(wide)
     y = values.new_zeros((n_out, x.shape[1]))
     for k, ins, outs in _pairs(back, symmetric):
@@ -391,7 +388,7 @@ def _neighbor_counts_cpu(map: list[Tensor], kernel_volume: int, n_out: int) -> T
 
 def _segment_sum_cpu(x: Tensor, rows: Tensor, starts: Tensor) -> Tensor:
     _C.check_segments(x, None, rows, starts)
-    return torch.embedding_bag(x.to(_compute_type(x)), rows, starts)[0]
+    return torch.embedding_bag(x.to(sum_dtype(x.dtype)), rows, starts)[0]
 
 
 def _segment_argmax_cpu(x: Tensor, candidates: Tensor | None, rows: Tensor, starts: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from voxmma.ops.cpu import _compute_type, winner_dtype
+from voxmma._types import sum_dtype
+from voxmma.ops.cpu import winner_dtype
 
 
 def _result(x: Tensor, weight: Tensor, n_out: int, transpose: bool, out_dtype: torch.dtype | None) -> Tensor:
@@ -85,7 +86,7 @@ def _norm_act_fake(
     passed = (n + rows - 1) // rows * ((channels + vector - 1) // vector) * ((vector * rows + 7) // 8)
     return (
         x.new_empty(x.shape),
-        x.new_empty((4, channels), dtype=_compute_type(x)),
+        x.new_empty((4, channels), dtype=sum_dtype(x.dtype)),
         x.new_empty((passed if keeps else 0,), dtype=torch.uint8),
     )
 
@@ -183,7 +184,7 @@ def _neighbor_counts_fake(map: list[Tensor], kernel_volume: int, n_out: int) -> 
 
 @torch.library.register_fake("voxmma::segment_sum")
 def _segment_sum_fake(x: Tensor, rows: Tensor, starts: Tensor) -> Tensor:
-    return x.new_empty((starts.shape[0], x.shape[1]), dtype=_compute_type(x))
+    return x.new_empty((starts.shape[0], x.shape[1]), dtype=sum_dtype(x.dtype))
 
 
 @torch.library.register_fake("voxmma::segment_argmax")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +36,14 @@ class Format:
         return 2.0 ** (self.emin - self.bits + 1)
 
 
+def _format(dtype: torch.dtype, name: str) -> Format:
+    info = torch.finfo(dtype)
+    return Format(name, 1 - int(math.log2(info.eps)), int(math.log2(info.smallest_normal)), info.max)
+
+
 FORMATS: dict[str, Format] = {
-    "fp16": Format("fp16", 11, -14, 65504.0),
-    "bf16": Format("bf16", 8, -126, (2 - 2.0**-7) * 2.0**127),
+    **{name: _format(dtype, name) for dtype, name in DTYPE_NAMES.items()},
     "tf32": Format("tf32", 11, -126, (2 - 2.0**-10) * 2.0**127),
-    "fp32": Format("fp32", 24, -126, (2 - 2.0**-23) * 2.0**127),
-    "fp64": Format("fp64", 53, -1022, torch.finfo(torch.float64).max),
 }
 
 #: The dtype that holds a format's values, by its name; 'tf32' is held in fp32.

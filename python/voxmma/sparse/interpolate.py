@@ -10,6 +10,7 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 from voxmma._extension import _C
+from voxmma._types import sum_dtype
 from voxmma.sparse.index import gather_rows, kernels_take
 
 
@@ -27,7 +28,7 @@ def weighted(feats: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     # Rows without weight pick some row, each another one (equal ones would be added up one by one in the
     # backward pass), and its value is masked, not multiplied: it may be inf or nan.
     other = torch.arange(len(rows), device=feats.device) % len(table)
-    out = torch.zeros((len(rows), feats.shape[1]), dtype=_wide(feats), device=feats.device)
+    out = torch.zeros((len(rows), feats.shape[1]), dtype=sum_dtype(feats.dtype), device=feats.device)
     for found, share in zip(rows.long().unbind(1), weights.to(out.dtype).unbind(1), strict=True):
         weight = torch.where(found >= 0, share, 0).unsqueeze(1)
         picked = gather_rows(table, torch.where(found >= 0, found, other)).to(out.dtype)
@@ -43,7 +44,7 @@ def spread_weighted(feats: Tensor, rows: Tensor, weights: Tensor, num: int) -> T
     _check(rows)
     if num and kernels_take(feats):
         return Spread.apply(feats, *_corners(feats, rows, weights), num)
-    wide = _wide(feats)
+    wide = sum_dtype(feats.dtype)
     total = torch.zeros((num + 1, feats.shape[1]), dtype=wide, device=feats.device)  # the last: none
     for found, share in zip(rows.long().unbind(1), weights.to(wide).unbind(1), strict=True):
         total = total.index_add(0, torch.where(found >= 0, found, num), feats.to(wide) * share.unsqueeze(1))
@@ -59,11 +60,7 @@ def _corners(feats: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tens
     """Rows and weights as the kernels take them: one or eight a point, no row where there is no weight."""
     room = 0 if rows.shape[1] in (1, 8) else -rows.shape[1] % 8
     rows = pad(torch.where(weights != 0, rows, -1).int(), (0, room), value=-1)
-    return rows.contiguous(), pad(weights.to(_wide(feats)), (0, room)).contiguous()
-
-
-def _wide(feats: Tensor) -> torch.dtype:
-    return torch.float64 if feats.dtype == torch.float64 else torch.float32
+    return rows.contiguous(), pad(weights.to(sum_dtype(feats.dtype)), (0, room)).contiguous()
 
 
 class Interpolate(Function):

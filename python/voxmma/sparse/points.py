@@ -14,7 +14,7 @@ import torch
 
 from voxmma._dynamo import eager
 from voxmma._extension import _C
-from voxmma._types import as_tensor, real_numbers
+from voxmma._types import ANY_DTYPE, DTYPE_NAMES, as_tensor, real_numbers
 from voxmma.sparse.checks import (
     check_batch_size,
     explain_unpackable,
@@ -28,7 +28,6 @@ from voxmma.sparse.packing import BATCH_MAX, COORD_MAX, COORD_MIN, find_keys, pa
 
 Number = float  # Voxels.float hides the built-in inside that class
 
-FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INT32_MAX = torch.iinfo(torch.int32).max
 REDUCTIONS = ("mean", "sum", "max", "min", "first")
 
@@ -73,7 +72,7 @@ def quantize(
     )
     one = isinstance(points, torch.Tensor)
     points, feats, batch, samples = join_samples(points, feats, batch_index, batch_size, check=False)
-    if points.dtype in FEATURE_DTYPES and len(points) <= _INT32_MAX and kernels_take(feats):
+    if points.dtype in DTYPE_NAMES and len(points) <= _INT32_MAX and kernels_take(feats):
         runs = _group(_cells_cuda(points, batch, voxel_size, origin))
         if runs.bad < 0:  # else the lines below find out what is wrong
             if one:
@@ -219,9 +218,9 @@ def _check_points(points: torch.Tensor, name: str) -> None:
 
 
 def _check_feats_of_points(feats: torch.Tensor, points: torch.Tensor, name: str, points_name: str) -> None:
-    if not isinstance(feats, torch.Tensor) or feats.dtype not in FEATURE_DTYPES:
+    if not isinstance(feats, torch.Tensor) or feats.dtype not in DTYPE_NAMES:
         what = feats.dtype if isinstance(feats, torch.Tensor) else type(feats).__name__
-        raise TypeError(f"{name} must be a fp16, bf16, fp32 or fp64 tensor, got {what}")
+        raise TypeError(f"{name} must be a {ANY_DTYPE} tensor, got {what}")
     if feats.dim() != 2 or feats.shape[0] != points.shape[0]:
         raise ValueError(
             f"{name} must be ({points.shape[0]}, C) like {points_name}, got {tuple(feats.shape)}"
@@ -297,8 +296,8 @@ def _runs(ordered: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over the rows of a voxel are kept in."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
+    """What sums over the rows of a voxel are kept in: of fp32 in fp64, too."""
+    return torch.float32 if dtype.itemsize <= 2 else torch.float64
 
 
 # ---- the same on a GPU, by kernels of csrc/points ----------------------------------------------------------

@@ -10,12 +10,11 @@ import torch
 
 from voxmma._dynamo import eager
 from voxmma._extension import _C
-from voxmma._types import as_tensor
+from voxmma._types import DTYPE_NAMES, as_tensor
 from voxmma.sparse.index import kernels_take
 from voxmma.sparse.interpolate import Interpolate, weighted
 from voxmma.sparse.packing import COORD_MAX
 from voxmma.sparse.points import (
-    FEATURE_DTYPES,
     check_batch,
     grid_of,
     grid_positions,
@@ -92,7 +91,7 @@ def devoxelise(
     if points.device != x.device:
         raise ValueError(f"points is on {points.device}, x is on {x.device}")
     sized = x.coord_set.sized
-    if not sized and x.num_voxels and points.dtype in FEATURE_DTYPES and kernels_take(x.feats):
+    if not sized and x.num_voxels and points.dtype in DTYPE_NAMES and kernels_take(x.feats):
         located = _locate(x, points, batch, grid_of(voxel_size, origin), mode == "trilinear")
         if located is not None:  # else the lines below find out what is wrong
             return Interpolate.apply(x.feats, *located)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from voxmma._dynamo import eager
+from voxmma._types import sum_dtype
 from voxmma.sparse.coords import CoordSet
 
 BLOCK = 64
@@ -82,7 +83,7 @@ class _SampleSum(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
         ctx.coords, ctx.dtype = coords, values.dtype
         if coords.batch_size == 0:
-            return values.new_zeros((0, values.shape[1]), dtype=_wide(values.dtype))
+            return values.new_zeros((0, values.shape[1]), dtype=sum_dtype(values.dtype))
         for rows, starts in tree(coords):
             values = torch.ops.voxmma.segment_sum(values, rows, starts)
         return values[: coords.batch_size] if coords.sized else values
@@ -106,11 +107,6 @@ class _Spread(torch.autograd.Function):
         return _SampleSum.apply(grad, ctx.coords).to(ctx.dtype), None, None
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums of this dtype are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def sample_sum(values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
     """(batch_size, C) sums of the rows (N, C) of each sample, zeros for empty samples.
 
@@ -122,7 +118,7 @@ def sample_sum(values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
 
 def sample_mean(values: torch.Tensor, coords: CoordSet) -> torch.Tensor:
     """(batch_size, C) means of the rows of each sample, zeros for empty samples; else as `sample_sum`."""
-    return sample_sum(values, coords) / coords.counts.clamp(min=1).to(_wide(values.dtype)).unsqueeze(1)
+    return sample_sum(values, coords) / coords.counts.clamp(min=1).to(sum_dtype(values.dtype)).unsqueeze(1)
 
 
 def spread(stats: torch.Tensor, coords: CoordSet) -> torch.Tensor:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard
 import torch
 import torch.utils._pytree as pytree
 
-from voxmma._types import Triple, as_tensor, integer, positive_triple, three_integers
+from voxmma._types import ANY_DTYPE, DTYPE_NAMES, Triple, as_tensor, integer, positive_triple, three_integers
 from voxmma.sparse.checks import check_columns, check_inside, check_spatial_shape
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.index import gather_rows
 from voxmma.sparse.keyed import MapsByKey
 from voxmma.sparse.packing import BATCH_MAX, COORD_MAX, COORD_MIN
-from voxmma.sparse.points import FEATURE_DTYPES, REDUCTIONS, Number, merge, quantize
+from voxmma.sparse.points import REDUCTIONS, Number, merge, quantize
 
 if TYPE_CHECKING:
     from voxmma.dispatch.record import Record
@@ -252,8 +252,8 @@ class Voxels:
         Voxels that shared coordinates before share them afterwards.
         """
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if dtype is not None and dtype not in FEATURE_DTYPES:
-            raise TypeError(f"features can be fp16, bf16, fp32 or fp64, not {dtype}")
+        if dtype is not None and dtype not in DTYPE_NAMES:
+            raise TypeError(f"features can be {ANY_DTYPE}, not {dtype}")
         feats = self._feats.to(device=device, dtype=dtype, non_blocking=non_blocking)
         coord_set = self._coord_set if device is None else self._coord_set.to(device, non_blocking)
         return Voxels._make(coord_set, feats, self._stride)
@@ -411,9 +411,9 @@ class Voxels:
         not fit.
         """
         dense, mask = as_tensor(dense, "dense"), as_tensor(mask, "mask")
-        if not isinstance(dense, torch.Tensor) or dense.dtype not in FEATURE_DTYPES:
+        if not isinstance(dense, torch.Tensor) or dense.dtype not in DTYPE_NAMES:
             what = dense.dtype if isinstance(dense, torch.Tensor) else type(dense).__name__
-            raise TypeError(f"dense must be a fp16, bf16, fp32 or fp64 tensor, got {what}")
+            raise TypeError(f"dense must be a {ANY_DTYPE} tensor, got {what}")
         if dense.dim() != 5:
             raise ValueError(f"dense must be (B, C, X, Y, Z), got shape {tuple(dense.shape)}")
         if dense.shape[0] > BATCH_MAX + 1:
@@ -492,8 +492,8 @@ def _is_number(value: object) -> TypeGuard[float]:
 def _check_feats(feats: torch.Tensor, rows: int, device: torch.device) -> None:
     if not isinstance(feats, torch.Tensor):
         raise TypeError(f"feats must be a tensor, got {type(feats).__name__}")
-    if feats.dtype not in FEATURE_DTYPES:
-        raise TypeError(f"feats must be fp16, bf16, fp32 or fp64, got {feats.dtype}")
+    if feats.dtype not in DTYPE_NAMES:
+        raise TypeError(f"feats must be {ANY_DTYPE}, got {feats.dtype}")
     if feats.dim() != 2:
         raise ValueError(f"feats must be (N, C), got shape {tuple(feats.shape)}")
     if feats.shape[0] != rows:

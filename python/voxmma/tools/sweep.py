@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from voxmma._extension import _C
+from voxmma._types import DTYPE_NAMES, sum_dtype
 from voxmma.ops.kernels import accumulator_label
 from voxmma.sparse.tensor import Voxels
 from voxmma.verify import accuracy
@@ -130,7 +131,7 @@ class Row:
 def measure(case: Case, given: Operands, where: Site, repeats: int) -> Row:
     """Runs a case `repeats` times and judges it."""
     op, mode, channels = case.op, MODES[case.mode], case.channels
-    wide = "fp64" if mode.dtype == torch.float64 else "fp32"
+    wide = DTYPE_NAMES[sum_dtype(mode.dtype)]
     wanted = wide if op == "wgrad" else mode.accumulator
     results = execute(op, mode, given, where)
     first, record = next(results)

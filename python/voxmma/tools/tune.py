@@ -19,7 +19,8 @@ from voxmma.sparse.tensor import Voxels
 from voxmma.tools import bench
 from voxmma.tools.compile import _factory
 from voxmma.tools.console import Json, progress, show
-from voxmma.tuning.tuner import OPS, Case, Report, _distinct, _name, cases_of, tune
+from voxmma.tuning.machine import device_name
+from voxmma.tuning.tuner import OPS, Case, Report, _distinct, cases_of, tune
 
 # ---- command line ------------------------------------------------------------------------------------------
 
@@ -185,7 +186,7 @@ def render(report: Report) -> Table:
 
 
 def _kept_table(kept: Sequence[dict[str, Any]], device: torch.device) -> Table:
-    table = Table(title=f"measurements for {_name(device)} in {store.path()}")
+    table = Table(title=f"measurements for {device_name(device)} in {store.path()}")
     for column in ("op", "C", "K", "dtype", "accumulator", "fastest", "ms", "tiles", "at", "by"):
         table.add_column(column, overflow="fold")
     for one in kept:

@@ -12,6 +12,7 @@ from voxmma._extension import _C
 from voxmma._surroundings import undisturbed
 from voxmma._version import __version__
 from voxmma.dispatch.selection import card
+from voxmma.dispatch.store import driver_version
 from voxmma.ops.kernels import compiled
 
 # ---- facts -------------------------------------------------------------------------------------------------
@@ -44,6 +45,17 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(gpus)],
     }
+
+
+def device_name(device: torch.device) -> str:
+    """What a GPU or the processor is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def labels(device: torch.device) -> dict[str, Any]:
+    """What results of a device are labelled with: its name, its driver (None for a CPU), `environment()`."""
+    driver = driver_version() if device.type == "cuda" else None
+    return {"device": device_name(device), "driver": driver, "environment": environment()}
 
 
 def usable_devices() -> list[torch.device]:

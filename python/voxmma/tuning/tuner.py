@@ -484,7 +484,7 @@ def tune(
     if store.owner_of(device) is None:
         where = "a CPU has one tile for each call" if device.type == "cpu" else "the driver is unknown"
         skipped.append(f"nothing is kept: {where}")
-    report = Report(_name(device), results, skipped=skipped)
+    report = Report(machine.device_name(device), results, skipped=skipped)
     if save and bodies:
         problem = store.append(bodies) if rank == 0 else None
         report.written, report.problem = ("", problem) if problem else (str(store.path()), "")
@@ -495,10 +495,6 @@ def tune(
         won = measurements.table(device).choose(result.key, result.default, tiles)
         result.winner = won.tile if won else result.default
     return report
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else machine.cpu_name()
 
 
 def _distinct(given: Sequence[Case], ops: Sequence[str]) -> tuple[list[tuple[Key, list[Case]]], list[str]]:

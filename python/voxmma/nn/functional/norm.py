@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from voxmma._dynamo import eager
-from voxmma._types import positive
+from voxmma._types import positive, sum_dtype
 from voxmma.dispatch.epilogue import one_pass
 from voxmma.nn.functional.activation import follow
 from voxmma.ops.cpu import ACTIVATIONS
@@ -121,7 +121,7 @@ def sync_batch_norm(
     """
 
     def normalise(feats: torch.Tensor) -> torch.Tensor:
-        values = _wide(feats)
+        values = feats.to(sum_dtype(feats.dtype))
         rows = values.new_full((1,), feats.shape[0])
         total = _SumOverRanks.apply(torch.cat([values.sum(0), rows]), group)
         count = total[-1].detach()
@@ -166,7 +166,7 @@ def group_norm(
     num_groups = positive(num_groups, "num_groups")
     if channels % num_groups:
         raise ValueError(f"num_groups={num_groups} does not divide the {channels} channels of x")
-    values = _wide(x.feats)
+    values = x.feats.to(sum_dtype(x.dtype))
 
     def group_mean(v: torch.Tensor) -> torch.Tensor:
         mean = sample_mean(v, coords).unflatten(1, (num_groups, -1)).mean(2, keepdim=True)
@@ -191,10 +191,6 @@ def instance_norm(
     if not isinstance(x, Voxels):
         raise TypeError(f"x must be a voxmma.Voxels, statistics are per sample; got {type(x).__name__}")
     return group_norm(x, max(x.feats.shape[1], 1), weight, bias, eps)
-
-
-def _wide(values: torch.Tensor) -> torch.Tensor:
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def _affine(values: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:

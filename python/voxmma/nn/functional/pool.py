@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from voxmma._dynamo import eager
+from voxmma._types import ANY_DTYPE, DTYPE_NAMES
 from voxmma.dispatch.config import KernelSize, kernel_triple
 from voxmma.dispatch.mapping import Target, Window, resolve_map
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.geometry import Geometry, geometry_of
 from voxmma.sparse.maps import KernelMap, traceable
-from voxmma.sparse.points import FEATURE_DTYPES
 from voxmma.sparse.segments import sample_argmax, sample_mean, sample_sum, statistics_break
 from voxmma.sparse.tensor import Voxels
 
@@ -71,8 +71,8 @@ def _sum(x: Tensor, over: KernelMap, out_count: Tensor | None = None) -> Tensor:
 def _check(x: Voxels) -> None:
     if not isinstance(x, Voxels):
         raise TypeError(f"x must be a voxmma.Voxels, got {type(x).__name__}")
-    if x.dtype not in FEATURE_DTYPES:
-        raise TypeError(f"the features of x must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+    if x.dtype not in DTYPE_NAMES:
+        raise TypeError(f"the features of x must be {ANY_DTYPE}, got {x.dtype}")
 
 
 def max_pool(

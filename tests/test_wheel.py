@@ -308,6 +308,18 @@ def test_what_code_a_card_gets(capability: tuple[int, int], code: str) -> None:
     assert doctor.code_for(["8.0", "8.6", "9.0a", "10.0", "12.0+PTX"], capability) == code
 
 
+def test_make_wheel_has_machine_code_for_every_card_since_ampere() -> None:
+    """What docs/install.md says of a wheel of the default architectures."""
+    archs, own = load("build").ARCHS.split(), "machine code for "
+    for capability in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0)):
+        assert doctor.code_for(archs, capability).startswith(f"{own}{capability[0]}.{capability[1]}")
+    assert doctor.code_for(archs, (9, 0)) == f"{own}9.0a"
+    assert doctor.code_for(archs, (10, 3)) == f"{own}10.0"
+    assert doctor.code_for(archs, (12, 1)).startswith(f"{own}12.0")
+    assert doctor.code_for(archs, (8, 7)) == "no code"
+    assert doctor.code_for(archs, (13, 0)).startswith("PTX of 12.0")
+
+
 def test_fault_67_an_old_driver_is_one_sentence() -> None:
     for driver, runtime in ((13000, 13000), (13010, 13000), (13000, 12090), (12000, 12090)):
         assert _C.driver_problem(driver, runtime) == ""

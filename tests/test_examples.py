@@ -37,11 +37,11 @@ def run(name: str, schedule: str, steps: int) -> Any:
 @pytest.mark.parametrize(
     ("name", "schedule", "steps", "accuracy"),
     [
-        ("transformer", "0=always_f32", 120, 0.5),
+        pytest.param("transformer", "0=always_f32", 120, 0.5, marks=pytest.mark.slow),
         ("transformer", "0=auto_mixed_bf16,60=always_f32", 120, 0.5),
-        ("resnet", "0=always_f32", 40, 0.5),
+        pytest.param("resnet", "0=always_f32", 40, 0.5, marks=pytest.mark.slow),
         ("resnet", "0=auto_mixed_bf16", 40, 0.5),
-        ("unet", "0=always_f32", 20, 0.6),
+        pytest.param("unet", "0=always_f32", 20, 0.6, marks=pytest.mark.slow),
         pytest.param("unet", "0=auto_mixed", 20, 0.6, marks=pytest.mark.slow),
         pytest.param("unet", "0=fp16_sum", 20, 0.6, marks=pytest.mark.slow),
         ("unet", "0=auto_mixed_conservative,10=auto_mixed_bf16", 20, 0.6),

@@ -59,6 +59,7 @@ def test_the_same_start_and_batches_for_every_policy() -> None:
     assert run("unet", "0=auto_mixed", 3).losses == two
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_draws(tmp_path: Path) -> None:
     done = subprocess.run(
         [

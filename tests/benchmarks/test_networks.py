@@ -138,6 +138,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     return json.loads(file.read_text()), text.getvalue()
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_library(measured: tuple[dict[str, Any], str]) -> None:
     raw, text = measured
     names = [(row["network"], row["scene"], row["batch"], row["lib"]) for row in raw["rows"]]
@@ -153,6 +154,7 @@ def test_the_command_measures_every_library(measured: tuple[dict[str, Any], str]
     assert len(text.splitlines()) == len(raw["rows"])
 
 
+@pytest.mark.slow
 def test_results_become_tables(measured: tuple[dict[str, Any], str], tmp_path: Path) -> None:
     raw = json.loads(json.dumps(measured[0]))
     for row in raw["rows"]:
@@ -259,6 +261,7 @@ def test_what_was_measured_is_not_measured_again(
     ]
 
 
+@pytest.mark.slow
 def test_a_library_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     """Neither rows nor silence: the reason stands in the result."""
     (tmp_path / "torchsparse").mkdir()

@@ -454,6 +454,7 @@ def test_what_does_not_go_together_is_refused(scenes: Path, tmp_path: Path) -> N
             replace(given, precision="fp32", **more).check()
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_data_is_one_line(tmp_path: Path) -> None:
     make_scenes.main(tmp_path / "data", train=2, val=1, points=300)
     path = tmp_path / "data/sequences/00/labels/000001.label"

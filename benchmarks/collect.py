@@ -86,7 +86,7 @@ _RUNS = {
     "reproducible": (("environment",), ("lib", "processes", "network", "optimiser", "scene", "steps")),
     "ddp": (("environment", "steps", "rounds"), ("network", "scene", "lib", "processes", "options")),
 }
-_PEER_SAME = ("commit", "driver", "torch", "voxels", "repeats")
+_PEER_SAME = ("commit", "driver", "torch", "voxels", "repeats", "limits")
 
 
 def _peers(raw: Result, former: Result, origin: Result) -> Result:
@@ -100,9 +100,10 @@ def _peers(raw: Result, former: Result, origin: Result) -> Result:
             "voxels": voxels,
             "repeats": raw["repeats"],
             "rates": raw["rates"],
+            **({"limits": raw["limits"]} if any(raw["limits"]) else {}),
         }
         known = scenes.get(scene, {})
-        same = all(known.get(name) == part[name] for name in _PEER_SAME) and "rates" in known
+        same = all(known.get(name) == part.get(name) for name in _PEER_SAME) and "rates" in known
         rows = {_peer_key(row): row for row in known["rows"]} if same else {}
         failed = dict(known["failed"]) if same else {}
         pairs = known["pairs"] if same else 0
@@ -390,7 +391,8 @@ def collect(
             path = folder / f"{slug(card or raw['device'])}.json"
             kept: Result = json.loads(path.read_text()) if path.exists() else {"card": card or raw["device"]}
             if raw["kind"] == "peers":
-                kept["scenes"] = _peers(raw, kept.get("scenes", {}), origin)
+                part = "smaller" if any(raw["limits"]) else "scenes"
+                kept[part] = _peers(raw, kept.get(part, {}), origin)
             elif raw["kind"] in _RUNS:
                 kept[raw["kind"]] = _run(raw, kept.get(raw["kind"]), origin)
             elif raw["kind"] == "operators":

@@ -22,8 +22,9 @@ did, goes on where it stopped. Of a row:
   the same weights in plain torch and fp64. cells_missing, cells_more: voxels of the result that are in the
   reference or here alone; errors are of those in both. seconds: that measuring the row took.
 
-`voxmma-engine` is the network as voxmma.engine compiles it, on a GPU one CUDA graph: no training, and nothing
-of what is compiled once in the times; infer_mib has its buffers. Its result is read in every call.
+`voxmma-engine` is the network as voxmma.engine compiles it, on a GPU CUDA graphs: no training, and nothing of
+what is compiled once in the times; infer_mib has its buffers. Its result is read in every call. It is no copy
+(copy=False): as with the other libraries a result is held once, but here the next call writes over it.
 
 On a CPU everything is fp32, without kernels and memory. benchmarks/collect.py adds the file to the results.
 """
@@ -179,7 +180,7 @@ class Runner:
 
     def run(self, given: tuple[Any, ...]) -> list[Any]:
         """The result and whatever else the loss shall see."""
-        made = self.net(*given) if self.engine is None else self.engine(*given).get()
+        made = self.net(*given) if self.engine is None else self.engine(*given, copy=False).get()
         if self.library is not None:
             return made
         if isinstance(made, tuple):

@@ -466,6 +466,7 @@ def run(
         **machine.labels(device),
         "rates": rates,
         "repeats": job["repeats"],
+        "limits": settings.get_limits(),
         "scenes": {scene: len(coords) for scene, coords in made.items()},
         "absent": absent,
         "rows": rows,

@@ -15,6 +15,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from accuracy_tables import (
@@ -262,6 +263,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "scaling": scaling_table,
     "small_sets": small_sets_table,
     "speed": speed_table,
+    "smaller": partial(speed_table, parts="smaller"),
     "speed_plots": speed_plots_block,
     "sweep": sweep_table,
     "torch": torch_table,

@@ -66,11 +66,15 @@ def _by_shape(rows: list[Result]) -> dict[str, list[Result]]:
     return groups
 
 
-def speed_table(results: list[Result]) -> str:
-    """voxmma (fp32 accumulator) against spconv in the same run, per card and scene."""
+def speed_table(results: list[Result], parts: str = "scenes") -> str:
+    """voxmma (fp32 accumulator) against spconv in the same run, per card and scene.
+
+    Args:
+        parts: "scenes", or "smaller" for those of runs in which tiles were chosen as for a smaller card.
+    """
     blocks = []
     for result in results:
-        for scene, part in result.get("scenes", {}).items():
+        for scene, part in result.get(parts, {}).items():
             rows = []
             rooflines = any("forward_of_floor" in row for row in part["rows"])
             for shape, group in _by_shape(part["rows"]).items():
@@ -117,7 +121,10 @@ def speed_table(results: list[Result]) -> str:
                 "spconv", "ratio", "map build ms", "map MiB", "rel-L2", "spconv's", "max eta",
             ]  # fmt: skip
             counts = f"{part['voxels']:,} voxels, {part['pairs'] / part['voxels']:.1f} neighbours each"
-            caption = f"**{scene}** on {result['card']}: {counts}; {origin(part, part['torch'])}."
+            capability, shared_memory = part.get("limits", (None, None))
+            like = " as if of capability " + ".".join(map(str, capability)) if capability else ""
+            like += f" with {shared_memory:,} bytes of shared memory" if shared_memory else ""
+            caption = f"**{scene}** on {result['card']}{like}: {counts}; {origin(part, part['torch'])}."
             blocks.append(f"{caption}\n\n{markdown(header, rows)}")
     return "\n\n".join(blocks) or "No GPU figures have been recorded yet."
 

@@ -1,7 +1,23 @@
 // The CUDA runtime behind voxmma/device.h.
 #include "voxmma/device.h"
 
+#include <algorithm>
+#include <cstdint>
+
 namespace voxmma {
+namespace {
+
+constexpr int kThreads = 256;
+
+// Bytes at a 16-byte boundary, a multiple of 4 of them.
+__global__ void __launch_bounds__(kThreads) fill_words(uint32_t* data, uint32_t value, size_t words) {
+  const size_t first = size_t{blockIdx.x} * kThreads + threadIdx.x, step = size_t{gridDim.x} * kThreads;
+  const uint4 four = make_uint4(value, value, value, value);
+  for (size_t i = first; i < words / 4; i += step) reinterpret_cast<uint4*>(data)[i] = four;
+  if (first < words % 4) data[words / 4 * 4 + first] = value;
+}
+
+}  // namespace
 
 const char* error_text(cudaError_t error) { return cudaGetErrorString(error); }
 
@@ -25,7 +41,13 @@ cudaError_t current_device(int* device) { return cudaGetDevice(device); }
 cudaError_t set_device(int device) { return cudaSetDevice(device); }
 
 cudaError_t set_bytes(void* data, int value, size_t bytes, cudaStream_t stream) {
-  return cudaMemsetAsync(data, value, bytes, stream);
+  if (bytes == 0) return cudaSuccess;
+  if (bytes % 4 != 0 || reinterpret_cast<uintptr_t>(data) % 16 != 0) return cudaMemsetAsync(data, value, bytes, stream);
+  constexpr size_t kMaxBlocks = 2048;
+  const size_t words = bytes / 4, blocks = std::min((words / 4 + kThreads - 1) / kThreads, kMaxBlocks);
+  fill_words<<<static_cast<unsigned>(std::max<size_t>(blocks, 1)), kThreads, 0, stream>>>(
+      static_cast<uint32_t*>(data), (value & 0xffu) * 0x01010101u, words);
+  return cudaGetLastError();
 }
 
 cudaError_t copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) {

@@ -177,7 +177,7 @@ size_t cell_workspace(const CoordBox& box) { return bits_of(box) > kMaxCellBits 
 CellStats* cell_stats(const CoordBox& box, void* workspace) { return Cells(workspace, box).stats; }
 
 cudaError_t clear_cells(const CoordBox& box, void* workspace, cudaStream_t stream) {
-  return cudaMemsetAsync(workspace, 0, Cells(workspace, box).clear_bytes, stream);
+  return set_bytes(workspace, 0, Cells(workspace, box).clear_bytes, stream);
 }
 
 cudaError_t count_cells(const CoordBox& box, void* workspace, cudaStream_t stream) {

@@ -121,6 +121,16 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <class T>
+__global__ void __launch_bounds__(kThreads) put_numbers(const T* from, int64_t n, int* to, int64_t* count) {
+  const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x, step = int64_t(gridDim.x) * kThreads;
+  if (first == 0) *count = n;
+  for (int64_t i = first; i < 4 * n; i += step) {
+    to[i] = sizeof(T) == sizeof(int) ? static_cast<int>(from[i])
+                                     : static_cast<int>(min(max(from[i], T{-(1 << 30)}), T{1 << 30}));
+  }
+}
+
 // The first rank of each brick enters it.
 __global__ void __launch_bounds__(kThreads)
     insert_bricks(const int4* coords, const int* order, const Rows rows, Brick* table, uint32_t capacity) {
@@ -197,6 +207,16 @@ cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+cudaError_t put_coords(const void* coords, bool is_int64, int64_t n, int* buffer, int64_t* count, cudaStream_t stream) {
+  if (n < 0 || n > INT_MAX) return cudaErrorInvalidValue;
+  if (is_int64) {
+    put_numbers<<<blocks_for(4 * n), kThreads, 0, stream>>>(static_cast<const int64_t*>(coords), n, buffer, count);
+  } else {
+    put_numbers<<<blocks_for(4 * n), kThreads, 0, stream>>>(static_cast<const int*>(coords), n, buffer, count);
+  }
+  return cudaGetLastError();
+}
+
 int64_t brick_capacity(int64_t n, int64_t bricks) {
   const int64_t slots = std::clamp<int64_t>(bricks >= 0 ? 5 * bricks / 2 : n + n / 2, kMinCapacity, UINT_MAX - kBucket);
   return (slots + kBucket - 1) / kBucket * kBucket;
@@ -205,7 +225,7 @@ int64_t brick_capacity(int64_t n, int64_t bricks) {
 cudaError_t build_bricks(const int* coords, const int* order, int64_t n, const int64_t* count, Brick* table,
                          int64_t capacity, cudaStream_t stream) {
   if (n < 0 || n > INT_MAX || capacity < kBucket || capacity > UINT_MAX) return cudaErrorInvalidValue;
-  const cudaError_t error = cudaMemsetAsync(table, 0xff, size_t(capacity) * sizeof(Brick), stream);
+  const cudaError_t error = set_bytes(table, 0xff, size_t(capacity) * sizeof(Brick), stream);
   if (error != cudaSuccess || n == 0) return error;
   insert_bricks<<<blocks_for(n), kThreads, 0, stream>>>(reinterpret_cast<const int4*>(coords), order, Rows{n, count},
                                                         table, static_cast<uint32_t>(capacity));

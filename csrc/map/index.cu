@@ -326,7 +326,7 @@ bool survey_holds(const SurveyStats& stats, int64_t n) {
 cudaError_t index_survey(const SurveyStats& stats, const int* coords, int64_t n, void* workspace, int* order,
                          Brick* table, int64_t capacity, cudaStream_t stream) {
   if (!survey_holds(stats, n) || capacity < kBucket || capacity > UINT_MAX) return cudaErrorInvalidValue;
-  const cudaError_t error = cudaMemsetAsync(table, 0xff, size_t(capacity) * sizeof(Brick), stream);
+  const cudaError_t error = set_bytes(table, 0xff, size_t(capacity) * sizeof(Brick), stream);
   if (error != cudaSuccess || n == 0) return error;
   OrderArgs args = survey_args(coords, n);
   args.order = order;

@@ -13,7 +13,7 @@ using namespace detail;
 // Blocks of an SM, and hash probes in flight per thread: of maps with enough tiles to fill the device, and of small ones,
 // which wait for memory.
 constexpr int kManyBlocks = 5, kManyProbes = 2;
-constexpr int kFewBlocks = 2, kFewProbes = 5;
+constexpr int kFewBlocks = 2, kFewProbes = 4;
 
 template <int kBlocks, int kProbes, class B>
 __global__ void __launch_bounds__(kThreads, kBlocks) make_tiles(const __grid_constant__ B batch) {

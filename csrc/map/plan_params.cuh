@@ -21,7 +21,7 @@ struct ParamsOf {
   int volume;
   bool divide;             // by more than 1
   bool residue_order;      // of the rows, see residue_rows
-  bool pair_z;             // neighbours along z are adjacent voxels: two of a brick at a time
+  bool pairs[3];           // neighbours along an axis are adjacent voxels: two of a brick at a time
   int quotient[3][kSize];  // of start + i * step by div, rounded down, and what is left
   int rest[3][kSize];
   int shift[3][kSize];                      // of the colours' lattice (see colour_of), by offset
@@ -44,7 +44,7 @@ struct BatchOf {
   }
 };
 constexpr int kSmallKernel = 5;  // most offsets along an axis of plans that go together
-using Batch = BatchOf<kSmallKernel, 16>;
+using Batch = BatchOf<kSmallKernel, 20>;
 using Single = BatchOf<kMaxKernel, 1>;
 static_assert(sizeof(Batch) <= 32764 && sizeof(Single) <= 4096, "arguments of a kernel");
 
@@ -77,8 +77,8 @@ ParamsOf<kSize> make_params(const PlanArgs& args) {
   p.residue_order = residues > 1 && residues <= kResidues;
   p.volume = volume_of(args);
   p.divide = args.div[0] != 1 || args.div[1] != 1 || args.div[2] != 1;
-  p.pair_z = args.step[2] == 1 && args.div[2] == 1;
   for (int a = 0; a < 3; ++a) {
+    p.pairs[a] = args.step[a] == 1 && args.div[a] == 1;
     for (int i = 0; i < args.size[a]; ++i) {
       const int add = args.start[a] + i * args.step[a];
       p.quotient[a][i] = floor_div(add, args.div[a]);

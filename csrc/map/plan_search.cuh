@@ -18,57 +18,67 @@ constexpr int kSetLimit = kUniqueMax + kRoundOffsets * kTileM;  // ranks in the 
 static_assert(kSetSlots == 1 << (32 - kSetShift) && kSetSlots > kSetLimit + kTileM, "set too small");
 
 // Calls emit(k, input rank) for every neighbour under the offsets k_begin..k_end-1, in no particular order, with kProbes
-// independent hash probes in flight per thread. Whole warps
+// independent hash probes in flight per thread. Along an axis of adjacent voxels a brick serves two offsets. Whole warps
 // call it together. Where lanes part, a __syncwarp brings them together again: without them the lanes went on alone
 // from the first hash chain to the end, 5 of 32 at a time.
 template <bool kDivide, int kProbes, class P, class Emit>
 __device__ __forceinline__ void for_neighbours(const P& p, int k_begin, int k_end, const Query& query,
                                                const Emit& emit) {
-  constexpr uint32_t kBricks = 1u << kBrickBits;  // along an axis
+  constexpr uint32_t kBricks = 1u << kBrickBits;                                 // along an axis
+  constexpr uint32_t kCells[3][2] = {{0x0f, 0xf0}, {0x33, 0xcc}, {0x55, 0xaa}};  // of a brick, by coordinate
   const Brick* table = p.args.bricks;
   const auto capacity = static_cast<uint32_t>(p.args.capacity);
-  const int size_y = p.args.size[1], size_z = p.args.size[2];
-  const int groups = p.pair_z ? size_z / 2 + 1 : size_z;  // bricks along z
-  const int xy_end = (k_end - 1) / size_z + 1;
-  int xy = k_begin / size_z, ix = xy / size_y, iy = xy % size_y, group = 0;
-  while (xy < xy_end) {  // the same number of times on all lanes
+  const int size_y = p.args.size[1], size_z = p.args.size[2], area = size_y * size_z;
+  // Offsets lo .. hi along each axis, and the bricks, counted from that of the first offset, in which they lie.
+  const int x0 = k_begin / area, x1 = (k_end - 1) / area;
+  const int lo[3] = {x0, x0 == x1 ? k_begin / size_z - x0 * size_y : 0, 0};
+  const int hi[3] = {x1, x0 == x1 ? (k_end - 1) / size_z - x0 * size_y : size_y - 1, size_z - 1};
+  int first[3], last[3], at[3], from[3];  // from: coordinate of the first offset
+#pragma unroll
+  for (int a = 0; a < 3; ++a) {
+    at[a] = first[a] = p.pairs[a] ? lo[a] / 2 : lo[a];
+    last[a] = p.pairs[a] ? (hi[a] + 1) / 2 : hi[a];
+    from[a] = query.template operator()<kDivide>(p, a, 0);
+  }
+  while (at[0] <= last[0]) {  // the same number of times on all lanes
     __syncwarp();
     uint2 key[kProbes];
     BucketKeys keys[kProbes];
-    uint32_t bucket[kProbes];
-    int first_k[kProbes];  // of cell 0 of the two along z
-    int cells[kProbes];    // (first cell, which of the two)
+    uint32_t bucket[kProbes], wanted[kProbes];  // cells that are offsets
+    int first_k[kProbes];                       // of cell 0, which need not be an offset
     bool any = false;
 #pragma unroll
     for (int u = 0; u < kProbes; ++u) {
-      const int x = query.template operator()<kDivide>(p, 0, ix), y = query.template operator()<kDivide>(p, 1, iy);
-      int z, cell, wanted;  // brick along z; offset along z of its cell 0; cells that are offsets
-      if (p.pair_z) {
-        const int odd = query.at[2] & 1;
-        z = (query.at[2] >> 1) + group;
-        cell = 2 * group - odd;
-        wanted = (cell < 0 ? 2 : 3) & (cell + 1 < size_z ? 3 : cell < size_z ? 1 : 0);
-      } else {
-        const int at = query.template operator()<kDivide>(p, 2, group);
-        z = at >> 1;
-        cell = group - (at & 1);
-        wanted = 1 << (at & 1);
+      uint32_t brick[3];
+      int offset[3];  // of the brick's lower cells
+      wanted[u] = at[0] <= last[0] ? 0xff : 0;
+#pragma unroll
+      for (int a = 0; a < 3; ++a) {
+        bool lower, upper;
+        if (p.pairs[a]) {
+          brick[a] = uint32_t((from[a] >> 1) + at[a]);
+          offset[a] = 2 * at[a] - (from[a] & 1);
+          lower = offset[a] >= lo[a] && offset[a] <= hi[a];
+          upper = offset[a] + 1 >= lo[a] && offset[a] + 1 <= hi[a];
+        } else {
+          const int cell = query.template operator()<kDivide>(p, a, at[a]);
+          brick[a] = uint32_t(cell >> 1);
+          offset[a] = at[a] - (cell & 1);
+          lower = !(cell & 1), upper = cell & 1;
+        }
+        wanted[u] &= brick[a] < kBricks ? (lower ? kCells[a][0] : 0) | (upper ? kCells[a][1] : 0) : 0;
       }
-      const bool inside = uint32_t(x) < 2 * kBricks && uint32_t(y) < 2 * kBricks && uint32_t(z) < kBricks;
-      if (!inside || xy >= xy_end) wanted = 0;
-      first_k[u] = xy * size_z + cell;
-      cells[u] = ((x & 1) * 4 + (y & 1) * 2) | wanted << 4;
-      key[u] = brick_key(uint32_t(query.batch), uint32_t(x) >> 1, uint32_t(y) >> 1, uint32_t(z));
+      first_k[u] = offset[0] * area + offset[1] * size_z + offset[2];
+      key[u] = brick_key(uint32_t(query.batch), brick[0], brick[1], brick[2]);
       bucket[u] = home_bucket(key[u], capacity);
       keys[u] = BucketKeys::empty();
-      if (wanted != 0) keys[u] = BucketKeys::load(table, bucket[u]);
+      if (wanted[u] != 0) keys[u] = BucketKeys::load(table, bucket[u]);
       any = any || (keys[u].full() && keys[u].find(key[u]) == kBucket);
-      if (++group == groups) {
-        group = 0;
-        ++xy;
-        if (++iy == size_y) {
-          iy = 0;
-          ++ix;
+      if (++at[2] > last[2]) {
+        at[2] = first[2];
+        if (++at[1] > last[1]) {
+          at[1] = first[1];
+          ++at[0];
         }
       }
     }
@@ -92,14 +102,15 @@ __device__ __forceinline__ void for_neighbours(const P& p, int k_begin, int k_en
     __syncwarp();
 #pragma unroll
     for (int u = 0; u < kProbes; ++u) {
-      const int cell = cells[u] & 15;
-      const uint32_t mask = found[u].y, present = mask >> cell & (cells[u] >> 4);
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int k = first_k[u] + c;
-        if ((present >> c & 1) && k >= k_begin && k < k_end) {
-          emit(k, static_cast<int>(found[u].x) + __popc(mask & ((1u << (cell + c)) - 1)));
+      const uint32_t mask = found[u].y;
+      uint32_t rest = mask & wanted[u];
+      while (__any_sync(0xffffffffu, rest != 0)) {
+        const int cell = __ffs(rest) - 1;
+        const int k = first_k[u] + (cell >> 2) * area + (cell >> 1 & 1) * size_z + (cell & 1);
+        if (rest != 0 && k >= k_begin && k < k_end) {
+          emit(k, static_cast<int>(found[u].x) + __popc(mask & ((1u << cell) - 1)));
         }
+        rest &= rest - 1;
         __syncwarp();
       }
     }

@@ -288,7 +288,7 @@ size_t group_workspace(const CoordBox& box, int64_t n) {
 
 cudaError_t group_cells(const GroupArgs& args, cudaStream_t stream) {
   if (args.n < 0 || args.n > INT_MAX) return cudaErrorInvalidValue;
-  const cudaError_t error = cudaMemsetAsync(args.stats, 0, sizeof(RunStats), stream);
+  const cudaError_t error = set_bytes(args.stats, 0, sizeof(RunStats), stream);
   if (error != cudaSuccess || args.n == 0) return error;
   return is_narrow(args.box) ? group_with<uint32_t>(args, stream) : group_with<uint64_t>(args, stream);
 }

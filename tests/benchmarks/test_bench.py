@@ -627,6 +627,12 @@ def test_figures_become_tables_and_plots(tmp_path: Path, run: tuple[dict[str, An
         name in tables.speed_plots_block(results) for name in names
     )
     assert len(take("peers.json", commit="def", rows=more)["rows"]) == 1  # another commit starts anew
+    kept = take("peers.json", commit="def", limits=[[8, 6], 101_376])  # of a smaller card: beside them
+    assert len(kept["rows"]) == 1 and "with 101,376 bytes" not in tables.speed_table(tables.load(folder))
+    smaller = tables.speed_table(tables.load(folder), "smaller")
+    assert (
+        "**tiny** on Card as if of capability 8.6 with 101,376 bytes of shared memory: 120 voxels" in smaller
+    )
     assert tables.stale_plots(tables.load(folder), docs) == names
 
 

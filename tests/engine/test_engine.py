@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import math
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -470,6 +472,219 @@ def test_the_frame_is_not_kept_by_its_result(device: Device) -> None:
         with torch.no_grad():
             assert_same(result.get(), net(x))
         assert result.ready
+
+
+# ---- results that are no copies ----------------------------------------------------------------------------
+
+
+def storages(values: list[Any]) -> set[int]:
+    tensors = [t for v in values for t in ((v.coords, v.feats) if isinstance(v, voxmma.Voxels) else (v,))]
+    return {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
+
+
+def test_a_result_without_copies_is_there_until_the_next_frame(device: Device) -> None:
+    net = evaluated(NETWORKS["second"](), device)
+    engine = compile(net, frame(500, device))
+    for n in (500, 3, 0, 60):
+        x = frame(n, device, seed=n)
+        with torch.no_grad():
+            wanted = net(x)
+        result = engine((x.coords, x.feats), copy=False)
+        assert_same(result.get(), wanted)
+        assert storages(result.get()) <= storages(engine._instance.results)
+    weight = torch.ones(1, device=device, requires_grad=True)
+    read = result.get()
+    loss = (read[0].feats * weight).sum()
+    late = engine((x.coords, x.feats), copy=False)
+    kept = engine((x.coords, x.feats))
+    for gone in (result, late):  # read before, and not
+        with pytest.raises(RuntimeError, match="in the engine's memory, which a later frame has"):
+            gone.get()
+    with pytest.raises(RuntimeError, match="were written to"):
+        read[1].coords  # noqa: B018
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    engine(frame(90, device, seed=7), copy=False).check()
+    assert_same(kept.get(), wanted)
+    assert not storages(kept.get()) & storages(engine._instance.results)
+
+
+def test_a_result_without_copies_under_inference_mode(device: Device) -> None:
+    net, x = evaluated(NETWORKS["second"](), device), frame(200, device)
+    engine = compile(net, x)
+    with torch.inference_mode():
+        read = engine((x.coords, x.feats), copy=False).get()
+        assert_same(read, net(x))
+        engine(x)
+    with pytest.raises(RuntimeError, match="were written to"):
+        read[2].coords  # noqa: B018
+
+
+def test_errors_of_a_result_without_copies(device: Device) -> None:
+    engine = compile(evaluated(NETWORKS["second"](), device), frame(200, device))
+    x = frame(100, device)
+    coords = x.coords.clone()
+    coords[70] = coords[30]
+    result = engine((coords, x.feats), copy=False)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="coords rows 30 and 70 are the same voxel"):
+            result.get()
+        engine(x, copy=False).check()  # what was read once is still so after the next frame
+    result = engine((coords, x.feats), copy=False)
+    engine(x).check()
+    with pytest.raises(RuntimeError, match="which a later frame has"):
+        result.get()
+
+
+def test_growing_without_copies(device: Device) -> None:
+    net = evaluated(NETWORKS["unet"](), device)
+    line = torch.zeros(400, 4, dtype=torch.int32)
+    line[:, 1] = 2 * torch.arange(400)
+    thin = voxmma.Voxels(line.to(device), torch.randn(400, 4, device=device))
+    thick = frame(300, device, batch=1, extent=7)
+    engine = compile(net, thick, capacity=300, bounds=(0, 0, 0, 1023, 15, 15), grow=True)
+    with torch.no_grad():
+        wanted = net(thin)
+    kept = engine(thick)
+    result = engine((thin.coords, thin.feats), copy=False)
+    assert_same(result.get(), wanted)  # runs it again
+    frames = engine.frames
+    assert_same(result.get(), wanted)
+    assert engine.frames == frames
+    with torch.no_grad():
+        assert_same(kept.get(), net(thick))
+    engine(thick)
+    with pytest.raises(RuntimeError, match="which a later frame has"):
+        result.get()
+
+
+def test_a_frame_that_fails_on_its_way_leaves_the_next_one_alone(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the first launch and the result."""
+    net = evaluated(NETWORKS["unet"](), device)
+    engine = compile(net, frame(300, device))
+    x, y = frame(300, device, seed=1), frame(200, device, seed=2)
+    lent = engine(x, copy=False)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_results", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine(y)
+    with pytest.raises(RuntimeError, match="which a later frame has"):
+        lent.get()
+    stream = torch.cuda.Stream() if device.type == "cuda" else None
+    with torch.cuda.stream(stream), torch.no_grad():
+        assert_same(engine((y.coords, y.feats)).get(), net(y))
+
+
+def test_a_result_outlives_its_engine(device: Device) -> None:
+    net = evaluated(NETWORKS["second"](), device)
+    xs = [frame(n, device, seed=n) for n in (300, 170)]
+    with torch.no_grad():
+        wanted = [net(x) for x in xs]
+    engines = [compile(net, xs[0]) for _ in xs]
+    known = [weakref.ref(engine) for engine in engines]
+    results = [
+        engine((x.coords, x.feats), copy=c) for engine, x, c in zip(engines, xs, (True, False), strict=True)
+    ]
+    del engines
+    gc.collect()
+    read = [result.get() for result in results]
+    del results
+    gc.collect()
+    assert [engine() for engine in known] == [None, None]
+    noise = [torch.full((1 << 18,), torch.nan, device=device) for _ in range(40)]
+    for got, one in zip(read, wanted, strict=True):
+        assert_same(got, one)
+    del noise
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copies", [True, False])
+def test_an_engine_that_is_dropped_while_its_frame_runs(copies: bool) -> None:
+    """What the frame runs on is not given to others before it is done."""
+    device = torch.device("cuda", 0)
+    net = evaluated(NETWORKS["unet"](), device)
+    x = frame(3000, device)
+    for cycles in (
+        10**8,
+        10**9,
+        10**10,
+    ):  # longer where the machine is so busy that the frame was done before
+        engine = compile(net, x)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+            result = engine((x.coords, x.feats), copy=copies)
+            end = stream.record_event()
+        buffers = {t.data_ptr() for t in (*engine._instance.inputs, *engine._program.consts)}
+        del engine, result
+        gc.collect()
+        taken = [torch.full((n,), -1, dtype=torch.int32, device=device) for n in (128, 3000, 12000) * 20]
+        if running := not end.query():
+            break
+    assert running and not buffers & {t.data_ptr() for t in taken}
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_a_result_is_read_on_another_stream() -> None:
+    device = torch.device("cuda", 0)
+    net, x = evaluated(NETWORKS["second"](), device), frame(2000, device)
+    engine = compile(net, x)
+    with torch.no_grad():
+        wanted = net(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for copies in (True, False):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            result = engine((x.coords, x.feats), copy=copies)
+        assert_same([y.with_feats(y.feats.clone()) for y in result.get()], wanted)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_next_frame_waits_for_readers_of_a_result_without_copies(elsewhere: bool) -> None:
+    """Whatever stream it is on, and they are."""
+    device = torch.device("cuda", 0)
+    net, x, y = evaluated(NETWORKS["second"](), device), frame(2000, device), frame(1900, device, seed=5)
+    engine = compile(net, x)
+    with torch.no_grad():
+        wanted = net(x)
+    here, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    other.wait_stream(here)
+    result = engine((x.coords, x.feats), copy=False)
+    reader, caller = (other, here) if elsewhere else (here, other)
+    with torch.cuda.stream(reader):
+        read = result.get()
+        torch.cuda._sleep(20_000_000)
+        copies = [v.feats.clone() for v in read]
+    with torch.cuda.stream(caller):
+        engine((y.coords, y.feats), copy=False)
+    torch.cuda.synchronize()
+    for got, one in zip(copies, wanted, strict=True):
+        assert_same(got, one.feats)
+
+
+@pytest.mark.gpu
+def test_an_engine_is_not_captured() -> None:
+    device = torch.device("cuda", 0)
+    x = frame(300, device)
+    engine = compile(evaluated(NETWORKS["second"](), device), x)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.graph(graph),
+        pytest.raises(RuntimeError, match="cannot be called while another one"),
+    ):
+        engine((x.coords, x.feats))
+    engine(x).check()
 
 
 def test_inputs_are_not_written_to(device: Device) -> None:

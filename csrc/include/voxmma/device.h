@@ -34,6 +34,8 @@ cudaError_t device_facts(int device, DeviceFacts* facts);
 cudaError_t current_device(int* device);
 cudaError_t set_device(int device);
 
+// By a kernel, where it can be: CUDA launches a graph that is a line of kernels in a tenth of the time that it takes for
+// one with memset nodes.
 cudaError_t set_bytes(void* data, int value, size_t bytes, cudaStream_t);
 cudaError_t copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t);
 

@@ -15,28 +15,39 @@ import torch
 from torch import Tensor
 
 from voxmma import _surroundings, torchflags
+from voxmma._extension import _C
 from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
-from voxmma.engine.inputs import MOST_ROWS, Input, Rows, check_frame
+from voxmma.engine.inputs import MOST_ROWS, Input, Rows, check_frame, put
 from voxmma.engine.memory import WORKSPACE, Meter
-from voxmma.engine.program import Program, places
+from voxmma.engine.program import Program, Ref, Step, places, reads
 from voxmma.engine.result import Result
 from voxmma.engine.survey import MARGIN
 from voxmma.sparse.geometry import Geometry
 
 _capturing = threading.Lock()  # one graph at a time
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass
 class Instance:
-    """The program with capacities and rooms put in, and on a GPU its graph."""
+    """The program with capacities and rooms put in, and on a GPU its graphs."""
 
     capacities: list[int]
     rooms: list[float]
     inputs: list[Tensor]
     """what the program reads: of Voxels coordinates, features and count; of others the tensor"""
     env: dict[int, Tensor]
-    graph: Any = None
+    graphs: list[Any] = field(default_factory=list)
+    """of the program's parts"""
+    coords: list[int] = field(default_factory=list)
+    """of the inputs, coordinates that a launch copies together with their number, which is two behind"""
+    early: list[int] = field(default_factory=list)
+    """what else the program's first part reads"""
+    late: list[int] = field(default_factory=list)
+    """the others"""
+    results: list[Tensor] = field(default_factory=list)
+    """what the results consist of, without repetition"""
     status: Tensor | None = None
     """(reports, 4) int64"""
     limits: list[tuple[int, int]] = field(default_factory=list)
@@ -44,7 +55,32 @@ class Instance:
     meter: Meter | None = None
     """of the last run that was looked at"""
     pool: int = 0
-    """bytes that the graph has reserved"""
+    """bytes that the graphs have reserved"""
+    stream: Any = None
+    """of the last frame"""
+    end: Any = None
+    """event behind the last frame"""
+    readers: list[Any] = field(default_factory=list)
+    """streams on which its results were read where they were, not copied"""
+    streams: dict[int, Any] = field(default_factory=dict)
+    """that frames ran on, as the allocator knows, by their handles"""
+
+    def enter(self, handle: int, held: Sequence[Tensor]) -> Any:
+        """Makes the current stream, of this handle, the one of the next frame, behind the last one and those
+        who read its results. What it runs on, `held` included, is not given to others before it is done."""
+        stream = self.streams.get(handle)
+        if stream is None:
+            stream = self.streams[handle] = torch.cuda.current_stream()
+            for tensor in (*self.inputs, *held):
+                tensor.record_stream(stream)
+        if self.stream is not None and self.stream is not stream:
+            stream.wait_event(self.end)
+        for other in self.readers:
+            if other != stream:
+                stream.wait_stream(other)
+        self.readers = []
+        self.stream = stream
+        return stream
 
 
 @contextlib.contextmanager
@@ -59,11 +95,23 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, in a launch for each dtype."""
+    made = [torch.empty_like(tensor) for tensor in tensors]
+    for dtype in {tensor.dtype for tensor in tensors}:
+        pairs = [(a, b) for a, b in zip(made, tensors, strict=True) if b.dtype == dtype]
+        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+    return made
+
+
 class Engine:
     """A network that runs on the device from coordinates to its result, for any frame up to its capacity.
 
-    Made by `compile`. On a GPU a call copies the frame into the engine's buffers, replays one CUDA graph and
-    returns without having waited for the device. On a CPU it runs the same program operator by operator.
+    Made by `compile`. On a GPU a call copies the frame into the engine's buffers, replays its CUDA graphs, of
+    sets and kernel maps and of the layers, and returns without having waited for the device. On a CPU it runs
+    the same program operator by operator.
 
     Attributes:
         device: where it runs.
@@ -91,7 +139,12 @@ class Engine:
         self._roots = [number for number, level in enumerate(program.levels) if level.parent < 0]
         self._flags = torchflags.snapshot()
         self._lock = threading.RLock()
-        self._last: Any = None
+        self._places = list(dict.fromkeys(place for out in program.outputs for place in places(out)))
+        """what the results consist of, without repetition"""
+        self._begun = 0
+        """number of the last frame that began"""
+        self._lent: Sequence[Tensor] = ()
+        """the tensors that the last frame's result is, where it is no copy"""
         self.frames = 0
         """frames that were run"""
         self._instance = self._build(list(capacities), list(rooms))
@@ -126,8 +179,8 @@ class Engine:
 
     @property
     def memory(self) -> int:
-        """Bytes that a frame takes at a time beyond its own, results and weights: buffers of the inputs, and
-        what is alive between the steps and in them.
+        """Bytes that a frame takes at a time beyond its own, copies of its results, and weights: buffers of
+        the inputs, and what is alive between the steps and in them.
 
         This is what torch.cuda.max_memory_allocated would say of the same steps. On a GPU the graph keeps it
         (`reserved`). On a CPU 0 before the first frame.
@@ -197,7 +250,17 @@ class Engine:
                 wide = self._program.widths.get(ref.number)
                 if wide is not None:
                     buffers[number] = buffer.new_zeros((len(buffer), wide))
+            read = {number for step in self._program.parts()[0] for number in reads(step, Ref)}
             made = Instance(capacities, rooms, buffers, {})
+            begin = 0
+            for given in self._inputs:
+                if self.device.type == "cuda" and given.sparse and given.grid is None:
+                    made.coords.append(begin)
+                begin += given.count
+            together = {at + more for at in made.coords for more in (0, 2)}
+            for at, ref in enumerate(self._program.inputs):
+                if at not in together:
+                    (made.early if ref.number in read else made.late).append(at)
             if self.device.type == "cuda":
                 made.limits = [
                     ops.plan_capacity(*rule, room)
@@ -213,42 +276,56 @@ class Engine:
         return [(p.geometry, p.reverse, rows[p.source], rows[p.target]) for p in self._program.plans]
 
     @_surroundings.undisturbed()
-    def _run(self, made: Instance) -> None:
+    def _run(self, made: Instance, steps: Sequence[Step], meter: Meter | None = None) -> None:
+        """A part of the program; behind the first one, what it reports is in `made.status`."""
         program = self._program
-        meter = Meter(program, made.inputs, self.device) if made.meter is None else None
-        made.env = program.run(made.inputs, made.capacities, made.rooms, meter)
+        program.run(steps, made.env, made.capacities, made.rooms, meter)
+        if made.status is None:
+            reports = program.reports
+            lines = [program.value(made.env, r.status).view(-1, ops.STATUS)[r.line] for r in reports]
+            made.status = torch.stack(lines)
+
+    def _run_all(self, made: Instance) -> None:
+        made.env, made.status = self._program.start(made.inputs), None
+        meter = Meter(self._program, made.inputs, self.device) if made.meter is None else None
+        for steps in self._program.parts():
+            self._run(made, steps, meter)
         made.meter = meter or made.meter
-        lines = [program.value(made.env, r.status).view(-1, ops.STATUS)[r.line] for r in program.reports]
-        made.status = torch.stack(lines)
+        made.results = [self._program.value(made.env, place) for place in self._places]
 
     def _capture(self, made: Instance) -> None:
-        """The program as a CUDA graph, after one run that loads what is loaded once."""
+        """The program's parts as CUDA graphs, after one run that loads what is loaded once."""
         with _capturing, torch.cuda.device(self.device):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._run(made)
-                made.env = {}
-                made.status = None
+                self._run_all(made)
+                made.env, made.status, made.results = {}, None, []
             torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
-            graph = torch.cuda.CUDAGraph()
-            assert made.meter is not None
-            with (
-                _nothing_collected(),
-                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
-            ):
-                # A block for what is there at a time: else the allocator takes another one, of 20 MiB or
-                # more, whenever nothing fits.
-                torch.empty(made.meter.large, dtype=torch.uint8, device=self.device)
-                self._run(made)
-            made.graph, made.pool = graph, torch.cuda.memory_reserved() - before
+            made.env = self._program.start(made.inputs)
+            pool = torch.cuda.graph_pool_handle()
+            for steps in self._program.parts():
+                graph = torch.cuda.CUDAGraph()
+                with (
+                    _nothing_collected(),
+                    torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+                ):
+                    if not made.graphs:
+                        # A block for what is there at a time: else the allocator takes another one, of 20 MiB
+                        # or more, whenever nothing fits.
+                        assert made.meter is not None
+                        torch.empty(made.meter.large, dtype=torch.uint8, device=self.device)
+                    self._run(made, steps)
+                made.graphs.append(graph)
+            made.pool = torch.cuda.memory_reserved() - before
+            made.results = [self._program.value(made.env, place) for place in self._places]
 
     # ---- a frame
 
-    def __call__(self, *inputs: Any) -> Result:
+    def __call__(self, *inputs: Any, copy: bool = True) -> Result:
         """Runs a frame.
 
         Args:
@@ -257,6 +334,9 @@ class Engine:
                 before; in place of Points of one sample also (points, feats). N may be 0 and is at most the
                 engine's capacity, unless it may grow. Other tensors have the example's shape and dtype. All
                 on the engine's device. They are not to be written to before the result is read.
+            copy: False: the result lies in the engine's own memory, without a copy. It is there until the
+                next frame begins, and is not to be written to. A result that is read later raises
+                RuntimeError, and so do coordinates of it, and a backward pass that has kept features of it.
 
         Returns a Result, whose device work is on the current stream.
 
@@ -265,14 +345,25 @@ class Engine:
                 engine has room for, more samples.
         """
         frame = check_frame(inputs, self._spec, self._inputs, self.device)
+        with self._lock:
+            rows = self._instance.capacities
+            wanted = {
+                root: len(leaf.where) for root, leaf in self._sparse(frame) if len(leaf.where) > rows[root]
+            }
+            if wanted:
+                self._make_room(wanted, frame)
+            return self._frame(frame, copy)
+
+    def _make_room(self, wanted: dict[int, int], frame: list[Any]) -> None:
+        if self.grow:
+            self._grow(wanted)
+            return
         for root, leaf in self._sparse(frame):
-            if len(leaf.where) > self._instance.capacities[root] and not self.grow:
+            if root in wanted:
                 raise ValueError(
                     f"the frame has {len(leaf.where):,} {leaf.kind}, the engine's capacity is "
                     f"{self._instance.capacities[root]:,}: compile it with more, or with grow=True"
                 )
-        with self._lock:
-            return self._frame(frame)
 
     def _sparse(self, frame: list[Any]) -> list[tuple[int, Rows]]:
         """Level and leaf of each sparse input."""
@@ -282,50 +373,79 @@ class Engine:
             if given.sparse
         ]
 
-    @_surroundings.undisturbed()
-    def _frame(self, frame: list[Any]) -> Result:
-        """Enqueues a frame. Under the lock."""
-        rows = self._instance.capacities
-        self._grow(
-            {root: len(leaf.where) for root, leaf in self._sparse(frame) if len(leaf.where) > rows[root]}
-        )
-        made = self._instance
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-            if self.device.type == "cuda":
-                stack.enter_context(torch.cuda.device(self.device))
-                if self._last is not None:
-                    torch.cuda.current_stream().wait_event(self._last)  # the buffers are one frame's
-            for (given, _, buffers), leaf in zip(self._input_buffers(made), frame, strict=True):
-                given.load(buffers, leaf)
-            if made.graph is not None:
-                made.graph.replay()
-            else:
-                with torchflags.pinned("ieee"):
-                    self._run(made)
-            result = self._result(made, frame)
-            if self.device.type == "cuda":
-                self._last = result._event
+    def _frame(self, frame: list[Any], copy: bool) -> Result:
+        """Enqueues a frame that there is room for. Under the lock."""
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+            run = self._replay if self.device.type == "cuda" else self._compute
+            result = run(self._instance, frame, copy)
         self.frames += 1
         return result
 
-    def _result(self, made: Instance, frame: list[Any]) -> Result:
-        program = self._program
+    def _begin(self) -> int:
+        """The number of a new frame. What the last one has lent counts as written to."""
+        if self._lent:
+            torch.autograd.graph.increment_version(self._lent)
+            self._lent = ()
+        self._begun += 1
+        return self._begun
 
-        read = [place for out in program.outputs for place in places(out)]
-        # Copies: the next frame writes into what it makes.
-        copies = {place: program.value(made.env, place).clone() for place in read}
-        outputs = [tuple(copies[place] for place in places(out)) or out for out in program.outputs]
+    def _results(self, made: Instance, copy: bool) -> list[Tensor]:
+        """What the frame made, in copies or lent."""
+        if copy:
+            return _copies(made.results)
+        self._lent = made.results
+        return made.results
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _compute(self, made: Instance, frame: list[Any], copy: bool) -> Result:
+        """A frame on a CPU."""
+        number = self._begin()
+        for buffer, source in zip(made.inputs, self._sources(frame), strict=True):
+            put(buffer, source)
+        with torchflags.pinned("ieee"):
+            self._run_all(made)
         assert made.status is not None
-        event = None
-        status = made.status
-        if made.graph is not None:
-            status = torch.empty(status.shape, dtype=status.dtype, device="cpu", pin_memory=True)
+        return Result(self, made, frame, number, self._results(made, copy), made.status)
+
+    def _sources(self, frame: list[Any]) -> list[Tensor | int]:
+        """What the frame has for each buffer."""
+        return [
+            source for given, leaf in zip(self._inputs, frame, strict=True) for source in given.sources(leaf)
+        ]
+
+    def _replay(self, made: Instance, frame: list[Any], copy: bool) -> Result:
+        """A frame on a GPU. What comes before the first graph is what the device waits for."""
+        index = self.device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self._replay(made, frame, copy)
+        if torch._C._cuda_isCurrentStreamCapturing():
+            raise RuntimeError("an engine is CUDA graphs: it cannot be called while another one is captured")
+        stream = made.enter(torch._C._cuda_getCurrentRawStream(index), self._program.consts)
+        number = self._begin()
+        assert made.status is not None
+        try:
+            sources = self._sources(frame)
+            for at in made.coords:
+                where = sources[at]
+                assert isinstance(where, Tensor)
+                _C.put_coords(where, made.inputs[at], made.inputs[at + 2])
+            for at in made.early:
+                put(made.inputs[at], sources[at])
+            made.graphs[0].replay()
+            # Sets and maps are made: while the layers run, the host looks at what is told of these.
+            status = torch.empty(made.status.shape, dtype=torch.int64, device="cpu", pin_memory=True)
             status.copy_(made.status, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        return Result(self, made, frame, outputs, status, event)
+            told = stream.record_event()
+            for at in made.late:
+                put(made.inputs[at], sources[at])
+            for graph in made.graphs[1:]:
+                graph.replay()
+            results = self._results(made, copy)
+        finally:
+            made.end = stream.record_event()
+        return Result(self, made, frame, number, results, status, (stream, told, made.end))
 
     # ---- growth
 

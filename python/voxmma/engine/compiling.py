@@ -14,7 +14,7 @@ from voxmma import _surroundings
 from voxmma._types import positive
 from voxmma.engine import ops
 from voxmma.engine.compiled import Engine
-from voxmma.engine.inputs import Input, Points, Rows, as_inputs, described, is_input
+from voxmma.engine.inputs import Input, Points, Rows, as_inputs, described, is_input, put
 from voxmma.engine.optimise import optimise
 from voxmma.engine.program import Program, Ref
 from voxmma.engine.record import Recorder, join
@@ -194,7 +194,8 @@ def _inputs(
         box = bounds[one.root]
         level = recorder.level((one.root,), -1, box, capacity)
         buffers = one.buffers(recorder.levels[level].marker, where.device)
-        one.load(buffers, rows)
+        for buffer, source in zip(buffers, one.sources(rows), strict=True):
+            put(buffer, source)
         inputs += [recorder.input(t) for t in buffers]
         coords, feats, count, *samples = buffers
         with recorder:

@@ -144,23 +144,26 @@ class Input:
         """Number of buffers."""
         return 1 if not self.sparse else 3 + (self.grid is not None and self.batch_size > 1)
 
-    def load(self, buffers: Sequence[Tensor], frame: Any) -> None:
-        """Copies a frame's part, as `check_frame` gives it, into them."""
+    def sources(self, frame: Any) -> list[Tensor | int]:
+        """What a frame's part, as `check_frame` gives it, has for each buffer; see `put`."""
         if not self.sparse:
-            buffers[0].copy_(frame)
-            return
-        rows = len(frame.where)
-        where = frame.where
-        if where.dtype == torch.int64:  # what does not fit stays outside of the bounds
-            where = where.clamp(-(1 << 30), 1 << 30)
-        buffers[0][:rows].copy_(where)
-        buffers[1][:rows, : self.shape[0]].copy_(frame.feats)
-        buffers[2].fill_(rows)
-        if len(buffers) > 3:
-            if frame.batch is None:
-                buffers[3][:rows].zero_()
-            else:
-                buffers[3][:rows].copy_(frame.batch)
+            return [frame]
+        made = [frame.where, frame.feats, len(frame.where)]
+        return made if self.count == 3 else [*made, 0 if frame.batch is None else frame.batch]
+
+
+def put(buffer: Tensor, source: Tensor | int) -> None:
+    """Copies what `Input.sources` has for a buffer into its first rows and columns, or fills it."""
+    if isinstance(source, int):
+        buffer.fill_(source)
+        return
+    if source.dtype == torch.int64 and buffer.dtype == torch.int32:  # what is too large stays out of bounds
+        source = source.clamp(-(1 << 30), 1 << 30)
+    if buffer.shape != source.shape:
+        buffer = buffer[: len(source)]
+        if buffer.shape != source.shape:
+            buffer = buffer[:, : source.shape[1]]
+    buffer.copy_(source)
 
 
 class Rows(NamedTuple):

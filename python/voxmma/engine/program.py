@@ -150,18 +150,29 @@ class Program:
     widths: dict[int, int] = field(default_factory=dict)
     """columns of an input's buffer, by its number, where it has more than the input"""
 
+    def start(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+        """What `run` begins with: coordinates, features and (1,) counts, or tensors, by number."""
+        return {ref.number: tensor for ref, tensor in zip(self.inputs, inputs, strict=True)}
+
+    def parts(self) -> list[list[Step]]:
+        """The steps until all reports are made, and those behind, if these do anything."""
+        told = {r.status.number for r in self.reports if isinstance(r.status, Ref)}
+        cut = max((at for at, step in enumerate(self.steps) if told.intersection(made(step))), default=-1) + 1
+        behind = any(map(_computes, self.steps[cut:]))
+        return [self.steps[:cut], self.steps[cut:]] if cut and behind else [self.steps]
+
     def run(
         self,
-        inputs: Sequence[Tensor],
+        steps: Sequence[Step],
+        env: dict[int, Tensor],
         capacities: Sequence[int],
         rooms: Sequence[float],
         meter: Any = None,
-    ) -> dict[int, Tensor]:
-        """What `places` names, from `inputs`: coordinates, features and (1,) counts, or tensors.
+    ) -> None:
+        """Runs some of the steps on the tensors that there are; what `places` names stays among them.
 
         meter: a memory.Meter.
         """
-        env = {ref.number: tensor for ref, tensor in zip(self.inputs, inputs, strict=True)}
 
         def fill(value: Any) -> Any:
             kind = type(value)
@@ -177,7 +188,7 @@ class Program:
                 return kind(map(fill, value))
             return value
 
-        for step in self.steps:
+        for step in steps:
             if meter is not None:
                 meter.before()
             out = step.func(*fill(step.args), **{name: fill(value) for name, value in step.kwargs.items()})
@@ -189,7 +200,6 @@ class Program:
                 meter.after(made(step), env)
             for number in step.frees:
                 del env[number]
-        return env
 
     def value(self, env: dict[int, Tensor], place: Any) -> Tensor:
         """The tensor that a Ref or Const among outputs, counts and reports stands for."""
@@ -229,6 +239,13 @@ def reads(step: Step, kind: type) -> list[int]:
 def made(step: Step) -> list[int]:
     """Numbers of the tensors that a step makes."""
     return [number for number in step.out if number is not None]
+
+
+def _computes(step: Step) -> bool:
+    """Whether a step does more than to name memory."""
+    schema = step.func._schema
+    views = any(value.alias_info is not None for value in schema.returns)
+    return schema.is_mutable or not (views or schema.name == "aten::empty")
 
 
 def has(step: Step, kinds: tuple[type, ...]) -> bool:

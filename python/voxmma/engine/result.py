@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -24,12 +26,17 @@ if TYPE_CHECKING:
 class Result:
     """What a frame gave: on the device, and not looked at until it is read.
 
-    Reading waits for the frame, once, and raises what was wrong with it:
+    Reading waits, once, until the device has told how large the result is and whether the frame was right,
+    and raises what was wrong:
 
     - ValueError: coordinates outside of the engine's bounds, more samples than it has, a voxel that comes
       twice, a value that is not finite (where the engine checks that), voxels outside of a dense grid.
     - EngineError: a level has more voxels than its capacity, or a kernel map more than its room; the message
       names it, with what it needs. With `grow` the engine is made larger instead, and the frame run again.
+    - RuntimeError: the result is no copy, and a later frame has begun.
+
+    That is known when sets and kernel maps are made, unless a layer has something to tell, too. So the layers
+    may still be under way: what was read is on the stream of the call, which the current one waits for.
     """
 
     def __init__(
@@ -37,12 +44,15 @@ class Result:
         engine: Engine,
         made: Instance,
         frame: list[Any],
-        outputs: list[Any],
+        number: int,
+        tensors: list[Tensor],
         status: Tensor,
-        event: Any,
+        device: tuple[Any, Any, Any] | None = None,
     ) -> None:
-        self._engine, self._made, self._frame = engine, made, frame
-        self._outputs, self._status, self._event = outputs, status, event
+        """number: of the frame. device: on a GPU its stream, and events behind its status and its end."""
+        self._engine, self._made, self._frame, self._number = engine, made, frame, number
+        self._tensors, self._status, self._device = tensors, status, device
+        self._lent = tensors is made.results
         self._value: Any = None
         self._done = False
         self._error: Exception | None = None
@@ -51,7 +61,7 @@ class Result:
     @property
     def ready(self) -> bool:
         """Whether the device has finished the frame; does not wait."""
-        return self._event is None or bool(self._event.query())
+        return self._device is None or bool(self._device[2].query())
 
     def get(self) -> Any:
         """The network's result, built as the network returned it."""
@@ -62,10 +72,31 @@ class Result:
                 except (ValueError, EngineError) as error:
                     self._error = error
                 self._done = True
-                self._outputs = self._frame = []
+                self._tensors = self._frame = []
             if self._error is not None:
                 raise self._error
+            self._check_there()
+            self._enter()
             return self._value
+
+    def _check_there(self) -> None:
+        if self._lent and self._engine._begun != self._number:
+            raise RuntimeError(
+                "the result was in the engine's memory, which a later frame has: read it before, or call the "
+                "engine with copy=True"
+            )
+
+    def _enter(self) -> None:
+        """Makes the current stream one that may read the result."""
+        if self._device is None:
+            return
+        stream, _, end = self._device
+        current = stream
+        if torch._C._cuda_getCurrentRawStream(stream.device.index) != stream.cuda_stream:
+            current = torch.cuda.current_stream(stream.device)
+            current.wait_event(end)
+        if self._lent and current not in self._made.readers:
+            self._made.readers.append(current)
 
     @property
     def voxels(self) -> Voxels:
@@ -84,22 +115,25 @@ class Result:
         return self.voxels.feats
 
     def check(self) -> None:
-        """Waits for the frame and raises what was wrong with it."""
+        """Waits until it is known what was wrong with the frame, and raises that."""
         self.get()
 
     def _read(self) -> Any:
         engine = self._engine
         while True:
-            if self._event is not None:
-                self._event.synchronize()
-            grown, rooms = self._judge()
-            if not grown and not rooms:
-                return self._build()
-            with engine._lock:
-                engine._grow(grown, rooms)
-                again = engine._frame(self._frame)
-            self._made, self._outputs = again._made, again._outputs
-            self._status, self._event = again._status, again._event
+            if self._device is not None:
+                self._device[1].synchronize()
+            # No other frame begins while one that is no copy is read.
+            with engine._lock if self._lent else contextlib.nullcontext():
+                self._check_there()
+                grown, rooms = self._judge()
+                if not grown and not rooms:
+                    return self._build()
+                with engine._lock:
+                    engine._grow(grown, rooms)
+                    again = engine._frame(self._frame, not self._lent)
+            self._made, self._number, self._tensors = again._made, again._number, again._tensors
+            self._status, self._device = again._status, again._device
 
     def _judge(self) -> tuple[dict[int, int], dict[int, float]]:
         """What has to grow; raises what growing does not help, or may not."""
@@ -196,7 +230,10 @@ class Result:
             raise ValueError(f"a voxel has {values[2]:,} points, an engine adds up to {LONGEST:,}")
 
     @_surroundings.undisturbed()
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _build(self) -> Any:
+        self._enter()
         engine, program = self._engine, self._engine._program
         given = engine._sparse(self._frame)
         batches = [leaf.batch_size for _, leaf in given]
@@ -205,14 +242,15 @@ class Result:
         sets: dict[int, CoordSet] = {
             root: leaf.coord_set for root, leaf in given if leaf.coord_set is not None
         }
+        tensors = dict(zip(engine._places, self._tensors, strict=True))
         leaves: list[Any] = []
-        for out, made in zip(program.outputs, self._outputs, strict=True):
+        for out in program.outputs:
             if isinstance(out, VoxelsOut):
                 rows = self._rows[out.level]
                 if out.level not in sets:
                     level = program.levels[out.level]
                     sets[out.level] = CoordSet.trusted(
-                        made[0][:rows].contiguous(),
+                        tensors[out.coords].narrow(0, 0, rows).contiguous(),
                         batches[level.path[0]],
                         level.bounds,
                         grids[level.path[0]]
@@ -221,9 +259,11 @@ class Result:
                         beside=event,
                     )
                     event = event or sets[out.level]._made
-                leaves.append(Voxels._make(sets[out.level], made[1][:rows], out.stride, out.record))
+                feats = tensors[out.feats].narrow(0, 0, rows)
+                leaves.append(Voxels._make(sets[out.level], feats, out.stride, out.record))
             elif isinstance(out, TensorOut):
-                leaves.append(made[0][: self._rows[out.level]] if out.level >= 0 else made[0])
+                value = tensors[out.value]
+                leaves.append(value if out.level < 0 else value.narrow(0, 0, self._rows[out.level]))
             else:
-                leaves.append(made)
+                leaves.append(out)
         return pytree.tree_unflatten(leaves, program.spec)

@@ -262,6 +262,12 @@ def test_fault_58_default_device_and_dtype_change_nothing(
         assert _same(one, other)
 
 
+MARKS = {"meta": pytest.mark.slow, "fp64": pytest.mark.slow, "cpu": pytest.mark.slow, "cuda": pytest.mark.gpu}
+
+
+@pytest.mark.parametrize(
+    "defaults", [pytest.param(name, marks=MARKS.get(name, ())) for name in DEFAULTS], indirect=True
+)
 def test_fault_58_programs_run_under_any_default(device: torch.device, defaults: Callable[[], None]) -> None:
     """The demonstration and the speed benchmark, which make networks of their own."""
     defaults()

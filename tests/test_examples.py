@@ -37,11 +37,11 @@ def run(name: str, schedule: str, steps: int) -> Any:
 @pytest.mark.parametrize(
     ("name", "schedule", "steps", "accuracy"),
     [
-        ("transformer", "0=always_f32", 120, 0.5),
+        pytest.param("transformer", "0=always_f32", 120, 0.5, marks=pytest.mark.slow),
         ("transformer", "0=auto_mixed_bf16,60=always_f32", 120, 0.5),
-        ("resnet", "0=always_f32", 40, 0.5),
+        pytest.param("resnet", "0=always_f32", 40, 0.5, marks=pytest.mark.slow),
         ("resnet", "0=auto_mixed_bf16", 40, 0.5),
-        ("unet", "0=always_f32", 20, 0.6),
+        pytest.param("unet", "0=always_f32", 20, 0.6, marks=pytest.mark.slow),
         pytest.param("unet", "0=auto_mixed", 20, 0.6, marks=pytest.mark.slow),
         pytest.param("unet", "0=fp16_sum", 20, 0.6, marks=pytest.mark.slow),
         ("unet", "0=auto_mixed_conservative,10=auto_mixed_bf16", 20, 0.6),
@@ -59,10 +59,11 @@ def test_the_same_start_and_batches_for_every_policy() -> None:
     assert run("unet", "0=auto_mixed", 3).losses == two
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_draws(tmp_path: Path) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-W", "ignore", str(EXAMPLES / "train_unet.py"), "--steps", "4"),
+            *(sys.executable, "-W", "ignore", str(EXAMPLES / "train_unet.py"), "--steps", "2"),
             *("--device", "cpu", "--policies", "always_f32,fp16_sum", "--seeds", "2", "--out", str(tmp_path)),
         ],
         capture_output=True,
@@ -78,7 +79,7 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path) -> None:
     folder = tmp_path / "results"
     assert collect.main([str(tmp_path / "unet.json"), "--results", str(folder), "--commit", "abc"]) == 0
     text = tables.training_table(tables.load(folder))
-    assert "4 steps, 2 seeds" in text and "| always_f32 |" in text and "| fp16_sum |" in text
+    assert "2 steps, 2 seeds" in text and "| always_f32 |" in text and "| fp16_sum |" in text
     (name,) = re.findall(r"\]\((training-.*\.png)\)", text)
     tables.draw_plots(tables.load(folder), tmp_path)
     assert name in [path.name for path in tmp_path.glob("*.png")]

@@ -144,3 +144,16 @@ def test_the_command_names_the_extra_it_needs(clean: Clean) -> None:
         "except SystemExit as exit:\n    found = exit.code"
     )
     assert "typer" in found and "pip install 'voxmma[cli]'" in found
+
+
+def test_environment_is_read_at_import(clean: Clean) -> None:
+    found = clean(
+        "os.environ['VOXMMA_USE_FP16_ACCUM'] = 'True'\n"
+        "import voxmma; found = [voxmma.get_fp16_accum(), voxmma.resolve_fp16_accum(None, torch.float32)]"
+    )
+    assert found == [True, [True, "environment"]]
+
+
+def test_bad_environment_is_an_error_at_import(clean: Clean) -> None:
+    with pytest.raises(AssertionError, match=r"VOXMMA_USE_FP16_ACCUM='on'.*true, false, 1 or 0"):
+        clean("os.environ['VOXMMA_USE_FP16_ACCUM'] = 'on'; import voxmma; found = None")

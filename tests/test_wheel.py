@@ -134,6 +134,7 @@ print(_binding.compiled_once(bindings, cache, _binding.Torch(folder, "2.99.0", N
 """
 
 
+@pytest.mark.slow
 def test_fault_66_processes_at_once_compile_once(wheel: Path, tmp_path: Path) -> None:
     """Both get the same file, which is whole; the compiler ran once for each object and once to link."""
     torch_folder, env = small_torch(tmp_path / "torch").folder, counting_compiler(tmp_path)

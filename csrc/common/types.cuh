@@ -24,9 +24,9 @@ VOXMMA_DTYPES(VOXMMA_TYPE)
 template <DType D>
 using type_of = typename TypeOf<D>::type;
 
-// f(TypeOf<D>()) for the D that is known at run time.
+// f(TypeOf<D>()) for the D that is known at run time, on the host.
 template <int I = 0, class F>
-__host__ __device__ __forceinline__ constexpr auto with_dtype(DType dtype, const F& f) {
+constexpr auto with_dtype(DType dtype, const F& f) {
   constexpr DType D = static_cast<DType>(I);
   if constexpr (I + 1 < kDTypes) {
     if (dtype != D) return with_dtype<I + 1>(dtype, f);
@@ -91,7 +91,7 @@ __device__ __forceinline__ To convert(From v) {
   }
 }
 
-// One number of an array whose type is known at run time. Switches: with_dtype compiles to other jumps in a kernel.
+// One number of an array whose type is known at run time.
 template <class To>
 __device__ __forceinline__ To load_as(const void* values, DType dtype, int64_t i) {
   switch (dtype) {

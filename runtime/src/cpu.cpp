@@ -41,17 +41,6 @@ void tell(int64_t* status, int64_t a, int64_t b, int64_t c) {
   status[3] = 0;
 }
 
-template <class F>
-void by_type(DType dtype, const F& f) {
-  switch (dtype) {
-    case DType::f16: return f(Half{});
-    case DType::bf16: return f(Bfloat{});
-    case DType::f32: return f(float{});
-    case DType::f64: return f(double{});
-    default: fail(VXM_ERROR_INTERNAL, "arithmetic on ", name_of(dtype));
-  }
-}
-
 // ---- sets and maps
 
 void run_index(const IndexCall& call, const Frame& frame) {

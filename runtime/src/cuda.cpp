@@ -31,7 +31,6 @@ void check(cudaError_t error, const char* what) {
 k::DType kernel_type(DType dtype) { return static_cast<k::DType>(dtype); }  // the first four
 static_assert(static_cast<int>(DType::f16) == static_cast<int>(k::DType::f16) &&
               static_cast<int>(DType::f64) == static_cast<int>(k::DType::f64));
-Number number_type(DType dtype) { return static_cast<Number>(dtype); }
 
 k::Accum accum_named(const std::string& name) {
   constexpr const char* kNames[] = {"fp32", "fp16", "fp16_promoted", "fp64"};
@@ -425,7 +424,7 @@ class Cuda : public Backend {
   }
   Work finite(const Array& x, const Place& count, const Place& status) override {
     return {0, [=](const Frame& frame, unsigned char*) {
-              check(find_not_finite(number_type(x.dtype), frame.at<unsigned char>(x.at), x.shape[0], x.shape[1],
+              check(find_not_finite(kernel_type(x.dtype), frame.at<unsigned char>(x.at), x.shape[0], x.shape[1],
                                     frame.at<int64_t>(count), frame.at<int64_t>(status), stream_of(frame)),
                     "finite");
             }};
@@ -464,7 +463,7 @@ class Cuda : public Backend {
   }
   Work linear(const LinearCall& call) override {
     return {0, [call](const Frame& frame, unsigned char*) {
-              check(multiply_rows(number_type(call.x.dtype), frame.at<unsigned char>(call.x.at),
+              check(multiply_rows(kernel_type(call.x.dtype), frame.at<unsigned char>(call.x.at),
                                   frame.at<unsigned char>(call.weight), frame.at<unsigned char>(call.bias),
                                   frame.at<unsigned char>(call.out.at), call.x.shape[0], call.x.shape[1],
                                   call.out.shape[1], stream_of(frame)),
@@ -473,7 +472,7 @@ class Cuda : public Backend {
   }
   Work affine(const Array& x, const Place& factor, const Place& summand, const Array& out) override {
     return {0, [=](const Frame& frame, unsigned char*) {
-              check(scale_rows(number_type(x.dtype), frame.at<unsigned char>(x.at), frame.at<unsigned char>(factor),
+              check(scale_rows(kernel_type(x.dtype), frame.at<unsigned char>(x.at), frame.at<unsigned char>(factor),
                                frame.at<unsigned char>(summand), frame.at<unsigned char>(out.at), x.count(), x.shape[1],
                                stream_of(frame)),
                     "norm");
@@ -481,7 +480,7 @@ class Cuda : public Backend {
   }
   Work binary(Binary kind, const Array& a, const Array& b, const Array& out) override {
     return {0, [=](const Frame& frame, unsigned char*) {
-              check(combine_rows(kind == Binary::mul, number_type(a.dtype), frame.at<unsigned char>(a.at),
+              check(combine_rows(kind == Binary::mul, kernel_type(a.dtype), frame.at<unsigned char>(a.at),
                                  frame.at<unsigned char>(b.at), frame.at<unsigned char>(out.at), a.count(),
                                  stream_of(frame)),
                     "sum or product");
@@ -489,7 +488,7 @@ class Cuda : public Backend {
   }
   Work unary(Unary kind, double slope, const Array& x, const Array& out) override {
     return {0, [=](const Frame& frame, unsigned char*) {
-              check(activate_rows(static_cast<int>(kind), slope, number_type(x.dtype), frame.at<unsigned char>(x.at),
+              check(activate_rows(static_cast<int>(kind), slope, kernel_type(x.dtype), frame.at<unsigned char>(x.at),
                                   frame.at<unsigned char>(out.at), x.count(), stream_of(frame)),
                     "activation");
             }};

@@ -4,6 +4,9 @@
 #include <cstdint>
 #include <cstring>
 
+#include "error.h"
+#include "file.h"
+
 namespace vxm {
 
 inline uint32_t bits_of(float x) {
@@ -63,6 +66,18 @@ inline Bfloat narrow<Bfloat, float>(float x) {
 inline float tf32(float x) {
   const uint32_t bits = bits_of(x);
   return (bits & 0x7f800000) == 0x7f800000 ? x : float_of((bits + 0x1000) & ~uint32_t{0x1fff});
+}
+
+// f(T{}) for the numbers of a dtype.
+template <class F>
+auto by_type(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::f16: return f(Half{});
+    case DType::bf16: return f(Bfloat{});
+    case DType::f32: return f(float{});
+    case DType::f64: return f(double{});
+    default: fail(VXM_ERROR_INTERNAL, "arithmetic on ", name_of(dtype));
+  }
 }
 
 template <class T>

@@ -793,16 +793,10 @@ class Planner {
   }
 
   static double number_at(const Stored& t, int64_t i) {
-    const auto read = [&](auto value) {
+    return by_type(t.dtype, [&](auto value) {
       std::memcpy(&value, t.data + i * t.strides[0] * static_cast<int64_t>(sizeof(value)), sizeof(value));
       return static_cast<double>(widen(value));
-    };
-    switch (t.dtype) {
-      case DType::f16: return read(Half{});
-      case DType::bf16: return read(Bfloat{});
-      case DType::f32: return read(float{});
-      default: return read(double{});
-    }
+    });
   }
 
   static int activation_of(const Json* json) {

@@ -1,13 +1,15 @@
 #include "rows.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
+
+#include "../../csrc/common/types.cuh"
 
 namespace vxm {
 
 namespace {
+
+using voxmma::convert;
+using voxmma::SumOf;
 
 constexpr int kThreads = 256;
 
@@ -18,15 +20,6 @@ unsigned blocks_for(int64_t count) {
 
 __device__ int64_t first_index() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
 __device__ int64_t grid_step() { return int64_t{gridDim.x} * blockDim.x; }
-
-__device__ float widen(__half x) { return __half2float(x); }
-__device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ float widen(float x) { return x; }
-__device__ double widen(double x) { return x; }
-__device__ void narrow(float x, __half* to) { *to = __float2half_rn(x); }
-__device__ void narrow(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
-__device__ void narrow(float x, float* to) { *to = x; }
-__device__ void narrow(double x, double* to) { *to = x; }
 
 __device__ int64_t rows_there(const int64_t* count, int64_t n) { return *count < 0 ? 0 : *count < n ? *count : n; }
 
@@ -61,27 +54,18 @@ __global__ void keep(const T* from, T* to, int64_t n, int64_t width, const int64
 }
 
 template <class T>
-struct WideOf {
-  using type = float;
-};
-template <>
-struct WideOf<double> {
-  using type = double;
-};
-
-template <class T>
 __global__ void combine(bool product, const T* a, const T* b, T* to, int64_t count) {
   for (int64_t i = first_index(); i < count; i += grid_step()) {
-    const auto x = widen(a[i]), y = widen(b[i]);
-    narrow(product ? x * y : x + y, to + i);
+    const auto x = convert<SumOf<T>>(a[i]), y = convert<SumOf<T>>(b[i]);
+    to[i] = convert<T>(product ? x * y : x + y);
   }
 }
 
 template <class T>
 __global__ void activate(int kind, double slope, const T* from, T* to, int64_t count) {
-  using W = typename WideOf<T>::type;
+  using W = SumOf<T>;
   for (int64_t i = first_index(); i < count; i += grid_step()) {
-    W x = widen(from[i]);
+    W x = convert<W>(from[i]);
     switch (kind) {
       case 0: x = x < 0 ? W{0} : x; break;
       case 1: x = x > 0 ? x : x * static_cast<W>(slope); break;
@@ -89,27 +73,27 @@ __global__ void activate(int kind, double slope, const T* from, T* to, int64_t c
       case 3: x = x * W(0.5) * (W{1} + erf(x * W(0.70710678118654752440))); break;
       default: x = W{1} / (W{1} + exp(-x));
     }
-    narrow(x, to + i);
+    to[i] = convert<T>(x);
   }
 }
 
 template <class T>
 __global__ void multiply(const T* x, const T* weight, const T* bias, T* to, int64_t count, int64_t c_in,
                          int64_t c_out) {
-  using W = typename WideOf<T>::type;
+  using W = SumOf<T>;
   for (int64_t i = first_index(); i < count; i += grid_step()) {
     const int64_t row = i / c_out, o = i % c_out;
     W sum = 0;
-    for (int64_t c = 0; c < c_in; ++c) sum += widen(x[row * c_in + c]) * widen(weight[c * c_out + o]);
-    narrow(bias == nullptr ? sum : sum + widen(bias[o]), to + i);
+    for (int64_t c = 0; c < c_in; ++c) sum += convert<W>(x[row * c_in + c]) * convert<W>(weight[c * c_out + o]);
+    to[i] = convert<T>(bias == nullptr ? sum : sum + convert<W>(bias[o]));
   }
 }
 
 template <class T>
-__global__ void scale(const T* x, const typename WideOf<T>::type* factor, const typename WideOf<T>::type* summand,
-                      T* to, int64_t count, int64_t channels) {
+__global__ void scale(const T* x, const SumOf<T>* factor, const SumOf<T>* summand, T* to, int64_t count,
+                      int64_t channels) {
   for (int64_t i = first_index(); i < count; i += grid_step()) {
-    narrow(widen(x[i]) * factor[i % channels] + summand[i % channels], to + i);
+    to[i] = convert<T>(convert<SumOf<T>>(x[i]) * factor[i % channels] + summand[i % channels]);
   }
 }
 
@@ -117,7 +101,7 @@ template <class T>
 __global__ void not_finite(const T* x, int64_t n, int64_t channels, const int64_t* count, unsigned long long* status) {
   const int64_t used = rows_there(count, n) * channels;
   for (int64_t i = first_index(); i < used; i += grid_step()) {
-    if (!isfinite(widen(x[i]))) atomicMin(status, static_cast<unsigned long long>(i / channels));
+    if (!isfinite(convert<SumOf<T>>(x[i]))) atomicMin(status, static_cast<unsigned long long>(i / channels));
   }
 }
 
@@ -162,12 +146,7 @@ cudaError_t by_bytes(int bytes, const F& f) {
 
 template <class F>
 cudaError_t by_number(Number type, const F& f) {
-  switch (type) {
-    case Number::f16: f(__half{}); break;
-    case Number::bf16: f(__nv_bfloat16{}); break;
-    case Number::f32: f(float{}); break;
-    case Number::f64: f(double{}); break;
-  }
+  voxmma::with_dtype(type, [&](auto of) { f(typename decltype(of)::type{}); });
   return cudaGetLastError();
 }
 
@@ -252,7 +231,7 @@ cudaError_t scale_rows(Number type, const void* x, const void* factor, const voi
   if (count == 0) return cudaSuccess;
   return by_number(type, [&](auto kind) {
     using T = decltype(kind);
-    using W = typename WideOf<T>::type;
+    using W = SumOf<T>;
     scale<<<blocks_for(count), kThreads, 0, stream>>>(static_cast<const T*>(x), static_cast<const W*>(factor),
                                                       static_cast<const W*>(summand), static_cast<T*>(to), count,
                                                       channels);

@@ -5,13 +5,15 @@
 
 #include <cstdint>
 
+#include "voxmma/dtypes.h"
+
 namespace vxm {
 
 struct Strided {
   int dims;
   int64_t shape[8], from[8], to[8];  // strides in elements
 };
-enum class Number { f16, bf16, f32, f64 };
+using Number = voxmma::DType;
 
 cudaError_t store_number(int64_t* to, int64_t value, cudaStream_t stream);
 cudaError_t copy_strided(const Strided& dims, int element_bytes, const void* from, void* to, int64_t count,

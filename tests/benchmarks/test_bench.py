@@ -492,6 +492,7 @@ def test_a_spent_budget_leaves_rows_out() -> None:
     assert not any("forward_ms" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_peers_measures_every_library_in_its_process(run: tuple[dict[str, Any], str, Path]) -> None:
     result, text, folder = run
     assert result["absent"] == ["fvdb"] and result["scenes"] == {"tiny": 120}
@@ -513,6 +514,7 @@ def test_peers_measures_every_library_in_its_process(run: tuple[dict[str, Any], 
     assert result["rates"]["tflops"]["fp32"] > 0 and result["rates"]["bandwidth"] > 0
 
 
+@pytest.mark.slow
 def test_failures_are_in_table_and_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: tuple[dict[str, Any], str, Path]
 ) -> None:
@@ -524,6 +526,7 @@ def test_failures_are_in_table_and_exit_code(
     assert "it broke" in output and "voxmma failed" in output
 
 
+@pytest.mark.slow
 def test_speed_ups_are_drawn_from_any_mix_of_rows(
     tmp_path: Path, run: tuple[dict[str, Any], str, Path]
 ) -> None:
@@ -582,6 +585,7 @@ def test_scenes_from_files(tmp_path: Path) -> None:
 # ---- result files and tables -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_figures_become_tables_and_plots(tmp_path: Path, run: tuple[dict[str, Any], str, Path]) -> None:
     collect, tables = script("collect"), script("readme_tables")
     raw = json.loads(json.dumps(run[0]))

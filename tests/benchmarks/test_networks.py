@@ -138,6 +138,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     return json.loads(file.read_text()), text.getvalue()
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_library(measured: tuple[dict[str, Any], str]) -> None:
     raw, text = measured
     names = [(row["network"], row["scene"], row["batch"], row["lib"]) for row in raw["rows"]]
@@ -153,6 +154,7 @@ def test_the_command_measures_every_library(measured: tuple[dict[str, Any], str]
     assert len(text.splitlines()) == len(raw["rows"])
 
 
+@pytest.mark.slow
 def test_results_become_tables(measured: tuple[dict[str, Any], str], tmp_path: Path) -> None:
     raw = json.loads(json.dumps(measured[0]))
     for row in raw["rows"]:
@@ -187,21 +189,21 @@ def test_results_become_tables(measured: tuple[dict[str, Any], str], tmp_path: P
 
 
 def run(**options: Any) -> list[dict[str, Any]]:
-    job = networks.Job("conv4", options.pop("scene", "grid_100"))
+    job = networks.Job("conv4", "grid_100")
     return networks.run([job], options.pop("libraries", ["torch"]), CPU, repeats=1, **options)["rows"]
 
 
 def test_what_fails_is_recorded() -> None:
-    (row,) = run(scene="nowhere")
-    assert row["error"] == "scene: KeyError: 'nowhere'"
+    # One voxel: norms cannot be trained on it.
+    jobs = [networks.Job("second", place) for place in ("nowhere", "grid_1")]
+    missing, single = networks.run(jobs, ["torch"], CPU, repeats=1)["rows"]
+    assert missing["error"] == "scene: KeyError: 'nowhere'"
+    assert single["error"].startswith("reference: ValueError: Expected more than 1 value")
     (row,) = run(budget=0.0)
     assert "no time" in row["left_out"] and "infer_ms" not in row
     if networks.missing("spconv-triton") is None:
         (row,) = run(libraries=["spconv-triton"])
         assert "GPU only" in row["unsupported"]
-    job = networks.Job("second", "grid_1")  # one voxel: norms cannot be trained on it
-    (row,) = networks.run([job], ["torch"], CPU, repeats=1)["rows"]
-    assert row["error"].startswith("reference: ValueError: Expected more than 1 value")
 
 
 class Counting:
@@ -259,6 +261,7 @@ def test_what_was_measured_is_not_measured_again(
     ]
 
 
+@pytest.mark.slow
 def test_a_library_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     """Neither rows nor silence: the reason stands in the result."""
     (tmp_path / "torchsparse").mkdir()

@@ -158,7 +158,7 @@ def test_new_records_of_the_gate_and_of_the_tuner_are_seen(
     monkeypatch.setattr(validation, "stamp", lambda: "changed")
     layer(x)
     layer(x)
-    assert len(decisions) == (4 if device.type == "cuda" else 3)  # the gate has no say on a CPU
+    assert len(decisions) == (4 if device.type == "cuda" else 3)  # the gate does not count on a CPU
 
 
 def test_float32_calls_follow_torchs_switches(device: torch.device, decisions: list[str]) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -101,27 +98,6 @@ def test_readable_environment() -> None:
         compute_capability=(8, 6),
     )
     assert settings.read_environment({}) == settings.Settings()
-
-
-def _import_voxmma(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("VOXMMA_USE")}
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**kept, **variables}, capture_output=True, text=True, timeout=600
-    )
-
-
-def test_environment_is_read_at_import() -> None:
-    code = (
-        "import voxmma, torch; print(voxmma.get_fp16_accum(), voxmma.resolve_fp16_accum(None, torch.float32))"
-    )
-    done = _import_voxmma(code, VOXMMA_USE_FP16_ACCUM="True")
-    assert done.stdout.strip() == "True (True, 'environment')", done.stderr
-
-
-def test_bad_environment_is_an_error_at_import() -> None:
-    done = _import_voxmma("import voxmma", VOXMMA_USE_FP16_ACCUM="on")
-    assert done.returncode != 0
-    assert "VOXMMA_USE_FP16_ACCUM='on'" in done.stderr and "true, false, 1 or 0" in done.stderr
 
 
 @pytest.mark.parametrize("bad", [0, 1, "true", torch.tensor(True)])

@@ -347,10 +347,14 @@ def interrupt(patch: pytest.MonkeyPatch, step: int) -> None:
     ("more", "broken"),
     [
         ({"save_every": 2, "workers": 1}, 5),
-        ({"save_every": 1, "precision": "fp16", "optimiser": "sgd", "accumulate": 2}, 7),
         ({"save_every": 3, "policy": "0=always_f32,4=auto_mixed_bf16", "elastic": 0.1, "max_points": 500}, 1),
+        pytest.param(
+            {"save_every": 1, "precision": "fp16", "optimiser": "sgd", "accumulate": 2},
+            7,
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["adamw", "fp16-sgd-accumulate", "schedule"],
+    ids=["adamw", "schedule", "fp16-sgd-accumulate"],
 )
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     more: dict[str, Any], broken: int, scenes: Path, tmp_path: Path, device: torch.device
@@ -450,6 +454,7 @@ def test_what_does_not_go_together_is_refused(scenes: Path, tmp_path: Path) -> N
             replace(given, precision="fp32", **more).check()
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_data_is_one_line(tmp_path: Path) -> None:
     make_scenes.main(tmp_path / "data", train=2, val=1, points=300)
     path = tmp_path / "data/sequences/00/labels/000001.label"

@@ -69,7 +69,7 @@ def test_unet_equals_a_dense_one(device: torch.device, widen: str) -> None:
 
 def test_second_backbone_equals_a_dense_one(device: torch.device) -> None:
     net = small(models.SECONDBackbone(3), device).eval()
-    x = voxels(dense.scene(40, 8), 3, device)
+    x = voxels(dense.scene(40, 8, batch=1), 3, device)
     made, expected = net(x), dense.second(net, dense.grid(x, 48))
     assert [y.feats.shape[1] for y in made] == [16, 32, 64, 64, 128]
     assert [y.stride for y in made] == [(1, 1, 1), (2, 2, 2), (4, 4, 4), (8, 8, 8), (16, 8, 8)]
@@ -84,7 +84,7 @@ def test_resnet_equals_a_dense_one(device: torch.device, padding: int) -> None:
     for module in net.modules():  # the last kernel is 1 x 3 x 1: one cell of padding is wanted on one axis
         if isinstance(module, vnn.SparseConv3d) and module.kernel_size == (1, 3, 1):
             assert module.padding == (padding,) * 3
-    x = voxels(dense.scene(40, 8), 3, device)
+    x = voxels(dense.scene(40, 8, batch=1), 3, device)
     made, expected = net(x), dense.resnet(net, dense.grid(x, 48))
     assert [y.feats.shape[1] for y in made] == [4, 8, 16, 32, 32] and made[-1].stride == (8, 16, 8)
     for y, e in zip(made, expected, strict=True):

@@ -549,7 +549,9 @@ def test_any_strides(device: torch.device, dtype: torch.dtype) -> None:
                     assert torch.equal(got, torch.autograd.grad(y, x, dy.contiguous())[0])
 
 
-@pytest.mark.parametrize("kind", LOCAL)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("min", "sum"))) for kind in LOCAL]
+)
 def test_compile_has_no_graph_break(device: torch.device, kind: str) -> None:
     coords = voxmma.CoordSet(random_coords(50, 5, 2).to(device), 2)
     feats = torch.randn(50, 4, device=device, requires_grad=True)

@@ -629,7 +629,14 @@ SPARSE_POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", SPARSE_POLICIES)
+#: Each way of computing once; what the others choose is held by the next test.
+COMPILED = ("auto_mixed", "promoted", "bf16, fp16 sums", "tf32")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in COMPILED)) for name in SPARSE_POLICIES],
+)
 def test_sparse_layers_in_a_graph_compute_as_the_module_does(name: str, device: torch.device) -> None:
     torch._dynamo.reset()
     model, policy = Sparse().to(device), SPARSE_POLICIES[name]

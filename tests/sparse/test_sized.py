@@ -188,7 +188,7 @@ def test_an_index_is_that_of_the_rows(device: torch.device, name: str, more: int
     check_set(sized_set(coords, len(coords) + more, device), CoordSet(coords.to(device)))
 
 
-@pytest.mark.parametrize("bounds", [BOUNDS, FAR])
+@pytest.mark.parametrize("bounds", [BOUNDS, pytest.param(FAR, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", GEOMETRIES)
 @pytest.mark.parametrize("name", CASES)
 def test_output_sets_and_maps_are_those_of_the_rows(

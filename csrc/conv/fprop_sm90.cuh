@@ -43,7 +43,8 @@ struct FpropConfig {
   static constexpr int kPair = CK == 32 ? 2 : 1;   // offsets of a stage; 32 channels of one are over too soon
   static constexpr int kBlockBytes = BN * CK * 2;  // weights of one offset
   static constexpr int kWeightBytes = kPair * kBlockBytes;
-  static constexpr int kStages = kWeightBytes >= 12288 ? 4 : kWeightBytes <= 4096 ? 16 : 8;  // a power of two
+  // A power of two; of 64 columns and 32 channels the weights of 3x3x3 fit (Resident).
+  static constexpr int kStages = kWeightBytes >= 12288 ? 4 : kWeightBytes <= 4096 || CK == 32 ? 16 : 8;
   static constexpr int kLocalBytes = kPassOffsets * kTileM * 2;
   static constexpr bool kMoveRegisters = BN == 128 && sizeof(Acc) == 4;  // of fprop_small_kernel
 

@@ -484,6 +484,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, 
     return json.loads((folder / "out" / "peers.json").read_text()), text, folder / "out"
 
 
+@pytest.mark.slow
 def test_a_spent_budget_leaves_rows_out() -> None:
     scenes, layers = {"s": random_coords(30, 4).numpy()}, [Layer(8, 8), Layer(16, 16)]
     libraries = [("voxmma", "fp32"), ("torch", peers.ADAPTERS["torch"].variants[0])]

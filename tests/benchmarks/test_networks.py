@@ -281,6 +281,7 @@ def test_a_library_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     assert [row["lib"] for row in raw["rows"]] == ["torch"]
 
 
+@pytest.mark.slow
 def test_a_process_that_says_nothing_or_dies_is_started_again(tmp_path: Path) -> None:
     np.save(tmp_path / "cells.npy", scene("grid_100", None))
     task = {

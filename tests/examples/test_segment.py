@@ -471,7 +471,7 @@ def test_a_fault_of_the_data_is_one_line(tmp_path: Path) -> None:
     ("more", "said"),
     [
         ({"precision": "fp16", "fp16_accum": True}, "fp16 inputs, fp16 accumulator"),
-        ({"precision": "fp16"}, "fp16 inputs, fp32 accumulator"),
+        pytest.param({"precision": "fp16"}, "fp16 inputs, fp32 accumulator", marks=pytest.mark.slow),
         ({"policy": "fp16_promoted"}, "fp16 inputs, fp16_promoted accumulator promoted every 64"),
         ({"allow_tf32": True, "shadow": 3}, "fp32 inputs, fp32 accumulator"),
     ],

@@ -434,7 +434,7 @@ class Window:
         return torch.ops.voxmma.pool_put(x, winner, *self.maps, self.volume, self.n_in, self.map.symmetric)
 
 
-@pytest.mark.parametrize(("kernel", "stride"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("kernel", "stride"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_opcheck(device: torch.device, kernel: int, stride: int) -> None:
     over = Window(device, kernel, stride)
     ops, maps, (volume, n_out, symmetric) = torch.ops.voxmma, over.maps, over.facts

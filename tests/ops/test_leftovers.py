@@ -1,7 +1,7 @@
 """What an earlier launch left in shared memory is not read.
 
 A launch that reads a row before its copy has arrived finds what the last launch of the same shape left there.
-Repeats on the same operands leave what they are about to read; so here every second one is of NaN.
+Repeats on the same operands leave what they are about to read; so here every second one is of large numbers.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def test_leftovers_of_a_launch_are_not_read(
             shape = (n, channels) if op == "wgrad" else (27, channels, channels)
             a = torch.randn(n, channels, device="cuda", generator=generator).to(dtype)
             b = torch.randn(shape, device="cuda", generator=generator).to(dtype) / 64
-            bad = torch.full_like(a, torch.nan), torch.full_like(b, torch.nan)
+            large = torch.full_like(a, 3e4), torch.full_like(b, 3e4)  # sums stay finite in fp32
             first = run(tile, found, n, a, b, op == "dgrad")
             assert bool(first.isfinite().all()), (tile.name, n)
             for _ in range(TURNS):
-                assert bool(run(tile, found, n, *bad, op == "dgrad").isnan().any())
+                run(tile, found, n, *large, op == "dgrad")
                 again = run(tile, found, n, a, b, op == "dgrad")
                 assert torch.equal(again, first), (tile.name, n)

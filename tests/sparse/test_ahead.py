@@ -189,17 +189,26 @@ def test_layers_that_make_a_view_of_their_weight_are_known(
     """As those of voxmma.compat do, whose parameters are in another library's order."""
     builds = Builds(monkeypatch)
     kept = torch.nn.Parameter(torch.randn(8, 27, 4, device=device))
-    down = nn.SparseConv3d(8, 8, 2, stride=2).to(device)
+    rest = nn.Sequential(nn.SparseConv3d(8, 8, 2, stride=2), nn.SparseConv3d(8, 8, 3)).to(device)
     for mode in (torch.no_grad, torch.inference_mode):
         for scene in SCENES[:2]:
             with mode():
                 builds.take()
-                down(
+                rest(
                     nn.functional.spatially_sparse_conv(
                         voxels(scene, device), kept.permute(1, 2, 0), kernel_size=3
                     )
                 )
     assert builds.take() == (0, 0)
+
+
+def test_one_or_two_maps_are_made_one_by_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    builds = Builds(monkeypatch)
+    both = nn.Sequential(nn.SparseConv3d(4, 8, 3), nn.SparseConv3d(8, 8, 2, stride=2)).to(device)
+    with torch.no_grad():
+        for scene in SCENES[:3]:
+            both(voxels(scene, device))
+            assert builds.take() == (1, 2)
 
 
 def test_what_nobody_takes_is_not_made_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,12 @@ def load_scenes(names: Sequence[str], device: torch.device) -> dict[str, scenes.
             if len(keys) != 1:
                 raise ValueError(f"{name}: no array 'coords' among {', '.join(file.files) or 'none'}")
             coords = file[keys[0]]
-        if coords.ndim != 2 or coords.shape[1] != 4 or not np.issubdtype(coords.dtype, np.integer):
-            raise ValueError(f"{name}: coords must be integers (N, 4), got {coords.dtype} {coords.shape}")
+        if coords.ndim != 2 or coords.shape[1] not in (3, 4) or not np.issubdtype(coords.dtype, np.integer):
+            raise ValueError(
+                f"{name}: coords must be integers (N, 4) or (N, 3), got {coords.dtype} {coords.shape}"
+            )
+        if coords.shape[1] == 3:  # of one sample
+            coords = np.pad(coords, ((0, 0), (1, 0)))
         found[Path(name).stem] = coords.astype(np.int32)
     return found
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import voxmma
 from voxmma import Voxels, nn
+from voxmma.compat.spconv import pytorch as spconv
 from voxmma.sparse import ahead, derive, maps
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.maps import KernelMap
@@ -119,6 +120,24 @@ def test_the_second_input_finds_everything_made(
                 network.zero_grad()
                 assert builds.take() == (0, 0)
     assert numbers[0] == (3, 8) and numbers[-1] == (3, 10)  # beside those of the layers, two opposite ones
+
+
+def test_layers_of_spconv_are_known_by_their_weight_in_inference_mode(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds = Builds(monkeypatch)
+    network = spconv.SparseSequential(
+        spconv.SubMConv3d(4, 8, 3, indice_key="fine"),
+        spconv.SparseConv3d(8, 8, 3, 2, indice_key="down"),
+        spconv.SparseInverseConv3d(8, 8, 3, indice_key="down"),
+    ).to(device)
+    with torch.inference_mode():
+        network.double()  # weights of inference mode, whose views do not say what they are of
+        for coords, made in ((SCENES[0], (1, 3)), (SCENES[1], (0, 0))):
+            rows = (coords - coords.amin(0)).int().to(device)
+            feats = torch.ones((len(rows), 4), dtype=torch.float64, device=device)
+            network(spconv.SparseConvTensor(feats, rows, [64, 64, 64], 3))
+            assert builds.take() == made
 
 
 def test_sets_and_maps_are_those_that_layers_make(device: torch.device) -> None:

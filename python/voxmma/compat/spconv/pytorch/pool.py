@@ -80,8 +80,7 @@ class _Pool(SparseModule):
             made.spatial_shape = list(over.out_coords.spatial_shape or ())[: self.ndim]
             made._places = Places(None, over.out_coords, made.spatial_shape, input.batch_size, self.ndim)
         if self.indice_key is not None:
-            shapes = input._shape(), made._shape()
-            data = IndiceData(places, made._places, geometry, self.subm, shapes, self.algo)
+            data = IndiceData(places, made._places, geometry, self.subm, self.algo)
             made.indice_dict = {**input.indice_dict, self.indice_key: data}
         if self.record_voxel_count and self.training:
             self._buffers[_VOXELS_SEEN].clamp_(min=y.num_voxels)  # type: ignore[union-attr]

@@ -346,7 +346,7 @@ def interrupt(patch: pytest.MonkeyPatch, step: int) -> None:
 @pytest.mark.parametrize(
     ("more", "broken"),
     [
-        ({"save_every": 2, "workers": 1}, 5),
+        pytest.param({"save_every": 2, "workers": 1}, 5, marks=pytest.mark.slow),
         ({"save_every": 3, "policy": "0=always_f32,4=auto_mixed_bf16", "elastic": 0.1, "max_points": 500}, 1),
         pytest.param(
             {"save_every": 1, "precision": "fp16", "optimiser": "sgd", "accumulate": 2},

@@ -24,6 +24,7 @@ from voxmma import nn as vnn
 from voxmma.engine import Engine, EngineError, Points, compile, file, load, optimise, save
 from voxmma.engine.optimise import beside
 from voxmma.engine.program import Ref, reads
+from voxmma.engine.result import Result
 from voxmma.nn import functional as F
 from voxmma.precision.policy import PrecisionPolicy, apply_policy
 from voxmma.sparse import segments
@@ -630,6 +631,26 @@ def test_an_engine_that_is_dropped_while_its_frame_runs(copies: bool) -> None:
             break
     assert running and not buffers & {t.data_ptr() for t in taken}
     torch.cuda.synchronize()
+
+
+def test_no_frame_begins_while_a_result_without_copy_is_given(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's frame begins before, and the result is refused, or waits for the reader's stream."""
+    x = frame(50, device)
+    engine = compile(evaluated(vnn.SparseConv3d(4, 8, 3), device), x)
+    held: list[bool] = []
+    enter = Result._enter
+
+    def watched(self: Result) -> None:
+        held.append(engine._lock._is_owned())  # type: ignore[attr-defined]
+        enter(self)
+
+    monkeypatch.setattr(Result, "_enter", watched)
+    result = engine((x.coords, x.feats), copy=False)
+    result.get()
+    result.get()
+    assert len(held) > 2 and all(held)
 
 
 @pytest.mark.gpu

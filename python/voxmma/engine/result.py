@@ -75,9 +75,14 @@ class Result:
                 self._tensors = self._frame = []
             if self._error is not None:
                 raise self._error
-            self._check_there()
-            self._enter()
-            return self._value
+            with self._still():
+                self._check_there()
+                self._enter()
+                return self._value
+
+    def _still(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, no other frame begins where this one's result is no copy."""
+        return self._engine._lock if self._lent else contextlib.nullcontext()
 
     def _check_there(self) -> None:
         if self._lent and self._engine._begun != self._number:
@@ -123,8 +128,7 @@ class Result:
         while True:
             if self._device is not None:
                 self._device[1].synchronize()
-            # No other frame begins while one that is no copy is read.
-            with engine._lock if self._lent else contextlib.nullcontext():
+            with self._still():
                 self._check_there()
                 grown, rooms = self._judge()
                 if not grown and not rooms:

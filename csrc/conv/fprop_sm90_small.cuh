@@ -1,10 +1,13 @@
 // fprop and dgrad of the smallest sets on Hopper: as the cluster of fprop_kernel<C, true, true>, but weights are read as the
-// caller has them, without a launch that packs them, which takes longer than such a set. Included by fprop_sm90.cuh.
+// caller has them, without a launch that packs them, which takes longer than such a set.
 //
 // A producer warpgroup copies weights and the rows behind the first chunk, whose rows the consumers gather themselves. A
 // weight that is not finite makes sums NaN that do not meet it. So where a sum of a cluster is not finite, its CTAs go
 // over the item once more, with what pack_weight would have put in the place of such weights.
 #pragma once
+
+#include "fprop_sm90_config.cuh"
+#include "nonfinite.cuh"
 
 namespace voxmma::sm90 {
 

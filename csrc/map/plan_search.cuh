@@ -24,6 +24,7 @@ static_assert(kSetSlots == 1 << (32 - kSetShift) && kSetSlots > kSetLimit + kTil
 template <bool kDivide, int kProbes, class P, class Emit>
 __device__ __forceinline__ void for_neighbours(const P& p, int k_begin, int k_end, const Query& query,
                                                const Emit& emit) {
+  static_assert(kProbes <= 4, "8 cells each in a word");
   constexpr uint32_t kBricks = 1u << kBrickBits;                                 // along an axis
   constexpr uint32_t kCells[3][2] = {{0x0f, 0xf0}, {0x33, 0xcc}, {0x55, 0xaa}};  // of a brick, by coordinate
   const Brick* table = p.args.bricks;
@@ -33,10 +34,10 @@ __device__ __forceinline__ void for_neighbours(const P& p, int k_begin, int k_en
   const int x0 = k_begin / area, x1 = (k_end - 1) / area;
   const int lo[3] = {x0, x0 == x1 ? k_begin / size_z - x0 * size_y : 0, 0};
   const int hi[3] = {x1, x0 == x1 ? (k_end - 1) / size_z - x0 * size_y : size_y - 1, size_z - 1};
-  int first[3], last[3], at[3], from[3];  // from: coordinate of the first offset
+  int begin[3], last[3], at[3], from[3];  // from: coordinate of the first offset
 #pragma unroll
   for (int a = 0; a < 3; ++a) {
-    at[a] = first[a] = p.pairs[a] ? lo[a] / 2 : lo[a];
+    at[a] = begin[a] = p.pairs[a] ? lo[a] / 2 : lo[a];
     last[a] = p.pairs[a] ? (hi[a] + 1) / 2 : hi[a];
     from[a] = query.template operator()<kDivide>(p, a, 0);
   }
@@ -75,9 +76,9 @@ __device__ __forceinline__ void for_neighbours(const P& p, int k_begin, int k_en
       if (wanted[u] != 0) keys[u] = BucketKeys::load(table, bucket[u]);
       any = any || (keys[u].full() && keys[u].find(key[u]) == kBucket);
       if (++at[2] > last[2]) {
-        at[2] = first[2];
+        at[2] = begin[2];
         if (++at[1] > last[1]) {
-          at[1] = first[1];
+          at[1] = begin[1];
           ++at[0];
         }
       }
@@ -93,26 +94,33 @@ __device__ __forceinline__ void for_neighbours(const P& p, int k_begin, int k_en
         }
       }
     }
-    uint2 found[kProbes];
+    int first[kProbes];  // rank of the brick's first voxel
+    uint32_t masks = 0, rest = 0;  // cells that are voxels, and those to emit, 8 bits a brick
 #pragma unroll
     for (int u = 0; u < kProbes; ++u) {
       const int slot = keys[u].find(key[u]);
-      found[u] = slot == kBucket ? make_uint2(0, 0) : load_brick(table, bucket[u], slot);
+      const uint2 found = slot == kBucket ? make_uint2(0, 0) : load_brick(table, bucket[u], slot);
+      first[u] = static_cast<int>(found.x);
+      masks |= found.y << (8 * u);
+      rest |= (found.y & wanted[u]) << (8 * u);
     }
     __syncwarp();
+    // The bricks' cells in one loop, which takes as long as the lane that has the most of them.
+    while (__any_sync(0xffffffffu, rest != 0)) {
+      if (rest != 0) {
+        const int bit = __ffs(static_cast<int>(rest)) - 1, cell = bit & 7;
+        int rank = first[0], k = first_k[0];
 #pragma unroll
-    for (int u = 0; u < kProbes; ++u) {
-      const uint32_t mask = found[u].y;
-      uint32_t rest = mask & wanted[u];
-      while (__any_sync(0xffffffffu, rest != 0)) {
-        const int cell = __ffs(rest) - 1;
-        const int k = first_k[u] + (cell >> 2) * area + (cell >> 1 & 1) * size_z + (cell & 1);
-        if (rest != 0 && k >= k_begin && k < k_end) {
-          emit(k, static_cast<int>(found[u].x) + __popc(mask & ((1u << cell) - 1)));
+        for (int u = 1; u < kProbes; ++u) {
+          rank = bit >= 8 * u ? first[u] : rank;
+          k = bit >= 8 * u ? first_k[u] : k;
         }
+        k += (cell >> 2) * area + (cell >> 1 & 1) * size_z + (cell & 1);
+        rank += __popc(masks & ((1u << bit) - (1u << (bit - cell))));
+        if (k >= k_begin && k < k_end) emit(k, rank);
         rest &= rest - 1;
-        __syncwarp();
       }
+      __syncwarp();
     }
   }
 }
@@ -120,10 +128,11 @@ __device__ __forceinline__ void for_neighbours(const P& p, int k_begin, int k_en
 // Finds `rank` in the shared set, or puts it in and counts it in `fill`. Returns its slot; kSetSlots when it is full.
 __device__ __forceinline__ int set_insert(int* set_rank, int* fill, int rank) {
   int slot = static_cast<int>((uint32_t(rank) * 2654435769u) >> kSetShift);
+  const bool full = *static_cast<volatile int*>(fill) >= kSetLimit;  // on its way with the first slot
   int seen;
   while ((seen = *static_cast<volatile int*>(set_rank + slot)) != rank) {
     if (seen == -1) {
-      if (*static_cast<volatile int*>(fill) >= kSetLimit) return kSetSlots;
+      if (full) return kSetSlots;
       seen = atomicCAS(set_rank + slot, -1, rank);
       if (seen == -1) atomicAdd(fill, 1);
       if (seen == -1 || seen == rank) break;

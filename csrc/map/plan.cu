@@ -98,10 +98,15 @@ cudaError_t allow_bytes(Kernel kernel, size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
+// Clears the statistics that nobody else does.
 cudaError_t clear(const PlanArgs* const* args, int count, cudaStream_t stream) {
   StatsBatch stats{};
-  for (int i = 0; i < count; ++i) stats.stats[i] = args[i]->stats;
-  clear_stats<<<1, 32, 0, stream>>>(stats, count);
+  int plans = 0;
+  for (int i = 0; i < count; ++i) {
+    if (args[i]->n_out == 0 || !only_tile(*args[i])) stats.stats[plans++] = args[i]->stats;
+  }
+  if (plans == 0) return cudaSuccess;
+  clear_stats<<<1, 32, 0, stream>>>(stats, plans);
   return cudaGetLastError();
 }
 
@@ -173,6 +178,8 @@ cudaError_t build_plans(const PlanArgs* args, int count, cudaStream_t stream) {
   // Tiles of many offsets take the longest, so they start first.
   std::stable_sort(together.begin(), together.end(),
                    [](const PlanArgs* a, const PlanArgs* b) { return volume_of(*a) > volume_of(*b); });
+  // Each launch takes the arguments of all plans that it has room for along.
+  if (together.size() == 1) return make<kMaxKernel, 1>(together.data(), 1, stream);
   for (size_t begin = 0; begin < together.size(); begin += Batch::kMost) {
     const int some = static_cast<int>(std::min<size_t>(Batch::kMost, together.size() - begin));
     const cudaError_t error = make<kSmallKernel, Batch::kMost>(together.data() + begin, some, stream);

@@ -16,6 +16,9 @@ __host__ __device__ __forceinline__ int window_of(int tiles, int sm_count) {
 // Plans of up to so many tiles, if they are one window, are ranked by the last of the blocks that make them.
 constexpr int kRankedInPlace = 2 * kThreads;
 
+// A tile that no other is counted or ranked with: its block writes the statistics, which need not be zero before.
+__host__ __device__ __forceinline__ bool only_tile(const PlanArgs& args) { return args.n_out <= kTileM; }
+
 __host__ __device__ __forceinline__ bool ranked_in_place(const PlanArgs& args) {
   return args.n_out <= kRankedInPlace * kTileM && args.n_out <= int64_t{4} * args.sm_count * kTileM;
 }

@@ -125,13 +125,16 @@ __device__ __forceinline__ void residue_rows(const PlanArgs& args, int64_t rows,
   __syncthreads();
 }
 
-// Ascending bitonic sort of one distinct key per thread. `buffer` holds 2 * kTileM keys; its first half may be used
-// again right after, its second half after a barrier.
-__device__ __forceinline__ uint64_t block_sort(uint64_t key, uint64_t* buffer) {
+// Ascending bitonic sort of one distinct key per thread, where those from `count` on are sorted and behind the others.
+// `buffer` holds 2 * kTileM keys; its first half may be used again right after, its second half after a barrier.
+__device__ __forceinline__ uint64_t block_sort(uint64_t key, int count, uint64_t* buffer) {
   const unsigned t = threadIdx.x;
+  const uint64_t own = key;
+  unsigned sorted = 32;  // keys, a power of two
+  while (sorted < unsigned(count)) sorted *= 2;
   unsigned half = 0;  // of the buffer, in turn: one barrier an exchange. There are 6 exchanges.
 #pragma unroll 1      // a block runs through its code once: what is unrolled waits for instructions
-  for (unsigned size = 2; size <= unsigned(kTileM); size *= 2) {
+  for (unsigned size = 2; size <= sorted; size *= 2) {
 #pragma unroll 1
     for (unsigned stride = size / 2; stride > 0; stride /= 2) {
       uint64_t other;
@@ -147,7 +150,7 @@ __device__ __forceinline__ uint64_t block_sort(uint64_t key, uint64_t* buffer) {
       key = (key < other) == keep_smaller ? key : other;
     }
   }
-  return key;
+  return t < sorted ? key : own;
 }
 
 // Bit i of lane j becomes bit j of lane i.
@@ -272,8 +275,8 @@ __device__ __forceinline__ void split_level(ClusterShared& s, uint32_t& mask, in
 // the tile's rarest offsets as the most significant bits, then three levels of halving (256, 128, 64 rows), each by the
 // offset that leaves the two halves the smallest unions. Useful / issued MMA at 64 rows: 0.66 on surfaces and 0.34 on
 // LiDAR, against 0.60 and 0.31 for the sort alone. Rows without neighbours, padding behind them, stay last.
-// Returns the thread whose row comes to position t. `buffer` and `s` are the same memory.
-__device__ __forceinline__ int cluster_rows(uint32_t mask, uint64_t* buffer, ClusterShared& s) {
+// Returns the thread whose row comes to position t. Rows from `rows` on are padding. `buffer` and `s` are the same memory.
+__device__ __forceinline__ int cluster_rows(uint32_t mask, int rows, uint64_t* buffer, ClusterShared& s) {
   const int t = threadIdx.x, lane = t % 32;
   if (t < 32) s.count[t] = 0;
   __syncthreads();
@@ -288,12 +291,15 @@ __device__ __forceinline__ int cluster_rows(uint32_t mask, uint64_t* buffer, Clu
   }
   __syncthreads();
   const uint32_t key = transpose(__shfl_sync(0xffffffffu, column, s.bit_at[lane]));
-  const uint64_t sorted = block_sort((uint64_t{~key} << 8) | uint32_t(t), buffer);
+  // Where the first half has all rows, all bits are as good, and the lowest one splits: so does the sort, with that on top.
+  const bool whole = rows <= kTileM / 2;
+  const uint64_t sorted = block_sort(uint64_t{~(whole ? key >> 1 | key << 31 : key)} << 8 | uint32_t(t), rows, buffer);
   mask = ~static_cast<uint32_t>(sorted >> 8);
   int row = static_cast<int>(sorted & 0xff);
-  split_level<256>(s, mask, row);
-  split_level<128>(s, mask, row);
-  split_level<64>(s, mask, row);
+  if (whole) mask = mask << 1 | mask >> 31;
+  if (!whole) split_level<256>(s, mask, row);
+  if (rows > 64) split_level<128>(s, mask, row);
+  if (rows > 32) split_level<64>(s, mask, row);
   return row;
 }
 

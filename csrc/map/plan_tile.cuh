@@ -125,7 +125,7 @@ struct Tile {
   int colouring = 0;       // that of the tile
   int passes = 0;          // so far
   int pairs = 0;           // of tile row t
-  int64_t first_pass = 0;  // of thread 0
+  int64_t uniq4 = 0, first_pass = 0;  // of thread 0: of a plan's only tile, and of any
 
   __device__ __forceinline__ Tile(const P& p_, const Shared& s_, BlockShared& b_, int tile_)
       : p(p_), s(s_), b(b_), tile(tile_), volume(p_.volume) {}
@@ -175,7 +175,8 @@ struct Tile {
 
   // Clusters the rows by their neighbours, takes the colouring that deals them best, and deals them.
   __device__ __forceinline__ void order_rows(uint32_t sort_bits) {
-    source = cluster_rows(sort_bits, reinterpret_cast<uint64_t*>(s.first), *reinterpret_cast<ClusterShared*>(s.first));
+    source = cluster_rows(sort_bits, b.rows, reinterpret_cast<uint64_t*>(s.first),
+                          *reinterpret_cast<ClusterShared*>(s.first));
     const auto colours = static_cast<uint32_t>(s.tag[source]);
     const bool whole = 32 * (warp + 1) <= b.rows;  // others are not dealt: padding stays behind the rows
     if (whole) {
@@ -299,8 +300,14 @@ struct Tile {
   __device__ __forceinline__ void place_unique(int k_begin, int k_count, int count) {
     int64_t begin4 = 0;
     if (t == 0) {  // in flight while the slots are found
-      begin4 = bump(&p.args.stats->uniq4, (count + 3) / 4);
-      if (k_begin + k_count == volume) first_pass = bump(&p.args.stats->passes, passes + 1);
+      const int count4 = (count + 3) / 4;
+      if (only_tile(p.args)) {
+        begin4 = uniq4;
+        uniq4 += count4;
+      } else {
+        begin4 = bump(&p.args.stats->uniq4, count4);
+        if (k_begin + k_count == volume) first_pass = bump(&p.args.stats->passes, passes + 1);
+      }
     }
     // Thread t counts the rows of each colour that its offset and warp meet first, then those before it.
     ulonglong2 counts{};
@@ -421,7 +428,11 @@ struct Tile {
     room = __syncthreads_and(room);
     const int64_t first = b.first_pass;
     if (t == 0) {
-      bump(&args.stats->pairs, b.pairs);
+      if (only_tile(args)) {
+        *args.stats = PlanStats{uniq4, passes, b.pairs, 0};
+      } else {
+        bump(&args.stats->pairs, b.pairs);
+      }
       in_order(args, tile) = ScheduledTile{tile, static_cast<int>(first), passes, b.cost};
     }
     if (room && first + passes <= args.pass_capacity) {
@@ -445,6 +456,7 @@ __device__ __forceinline__ void plan_tile(const P& p, int tile) {
   const Rows all{args.n_out, args.out_count};
   const int64_t rows = all.number() - int64_t{tile} * kTileM;
   if (rows <= 0) {
+    if (only_tile(args) && threadIdx.x == 0) *args.stats = PlanStats{};
     if (args.compact) return;
     empty_tile(args, tile, volume);
     if (threadIdx.x == 0) args.schedule[tile] = in_order(args, tile);  // behind those that are ranked
@@ -465,6 +477,10 @@ __device__ __forceinline__ void plan_tile(const P& p, int tile) {
   }
   work.hand_over();
 
+  if (only_tile(args)) {
+    if (threadIdx.x == 0) args.schedule[0] = in_order(args, 0);
+    return;
+  }
   if (!ranked_in_place(args)) return;
   const int used = tiles_in_use(all);
   if (threadIdx.x == 0) {

@@ -288,8 +288,8 @@ class VoxmmaSpconv(Spconv):
 
 
 class VoxmmaRows(Library):
-    """voxmma's layers in the code that networks of other libraries are written in: sums, concatenations and the
-    activations behind them are torch's, on rows. What an interface costs is measured against it."""
+    """voxmma's layers in the code that networks of other libraries are written in: sums, concatenations and
+    the activations behind them are torch's, on rows. What an interface costs is measured against it."""
 
     package, needs_gpu, keeps_maps = "voxmma", False, True
 

@@ -27,8 +27,8 @@ what is compiled once in the times; infer_mib has its buffers. Its result is rea
 (copy=False): as with the other libraries a result is held once, but here the next call writes over it.
 stream_ms: of a frame among several in a row with copies, each read when the next one has been called.
 
-`voxmma-spconv` is voxmma.compat.spconv, `voxmma-rows` the same code with voxmma's own layers: what the interface costs
-is the quotient of the two.
+`voxmma-spconv` is voxmma.compat.spconv, `voxmma-rows` the same code with voxmma's own layers: the quotient of
+the two is what the interface costs.
 
 On a CPU everything is fp32, without kernels and memory. benchmarks/collect.py adds the file to the results.
 """
@@ -658,7 +658,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--scenes", type=Path, metavar="DIR", help="folder of NAME.npz; default: generated scenes"
     )
-    parser.add_argument("--libraries", help=f"of {', '.join(LIBRARIES)}; default: of {', '.join(USUAL)}, those installed")
+    parser.add_argument(
+        "--libraries", help=f"of {', '.join(LIBRARIES)}; default: of {', '.join(USUAL)} those installed"
+    )
     parser.add_argument("--path", action="append", default=[], help="folder with another library's packages")
     parser.add_argument("--networks", help=f"of {', '.join(NETWORKS)}; default: all")
     parser.add_argument(

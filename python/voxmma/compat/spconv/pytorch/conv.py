@@ -1,7 +1,7 @@
 """Sparse convolutions with spconv's arguments, weights and semantics, run by voxmma.
 
 Each is a voxmma.nn.SparseConv3d, too, so that precision flags, policies and plans take hold of it; its weight
-is stored (C_out, *kernel_size, C_in); each call copies it into our order.
+is stored (C_out, *kernel_size, C_in), which kernels read as it lies.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def build_plan(
     step: Sequence[int],
     mul: Sequence[int],
     div: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+) -> tuple[list[Tensor], Tensor, int]:
     """The tensors of a map, PlanStats, and the number of pairs, -1 where they are not read."""
 
 def write_count(tensors: tuple[object, ...]) -> int:

@@ -409,14 +409,16 @@ def _keep(
             asks and finer_set(coords, config.stride) is out,
             config.geometry if told else None,
         )
-    dtype = made.record.compute_dtype
+    dtype, prepared = made.record.compute_dtype, made.prepared
+    if prepared is None and made.op is torch.ops.voxmma.conv:
+        prepared = _C.PreparedConv(*made.operands)
     repeat = Repeat(
         mapping.core,
         mapping.reverse,
         made.decision,
         made.op,
         made.operands,
-        _prepared(made),
+        prepared,
         None if x._feats.dtype == dtype else dtype,
         made.record,
         mapping.made,
@@ -425,11 +427,6 @@ def _keep(
     with coords._index.lock:
         coords.calls.pop(key, None)
         keep(coords.calls, key, repeat, _KEPT["calls"])
-
-
-def _prepared(made: _Result) -> _C.PreparedConv | None:
-    plain = made.op is torch.ops.voxmma.conv
-    return made.prepared or (_C.PreparedConv(*made.operands) if plain else None)
 
 
 def _drop(owner: weakref.ref[CoordSet], key: Key, target: weakref.ref[CoordSet]) -> None:
@@ -455,7 +452,7 @@ class _Result(NamedTuple):
     applied: tuple[str, ...] = ()
     """what the launch did besides, by name"""
     prepared: _C.PreparedConv | None = None
-    """the op with these operands, where it was made"""
+    """torch.ops.voxmma.conv with these operands, if it was that which ran"""
 
 
 def convolve(
@@ -505,22 +502,22 @@ def _convolve(
     operands = (*over, ran, tile, dgrad_tile, wgrad_tile, written)
     applied: tuple[str, ...] = ()
     parts = _parts(tile, weight, mapping, feats.device)
-    may = then is not None and not scaled and _may_fuse(x, weight, bias)
-    prepared = None
-    if may and then is not None and then.fits(x, weight, bias, written or compute_dtype, mapping.out_coords):
-        prepared = _C.PreparedConv(*operands)
+    plain = not (scaled or torch.compiler.is_compiling() or has_torch_function((x, weight, bias)))
+    prepared = _C.PreparedConv(*operands) if plain else None
+    if prepared is None:
+        y = _launch(op, (x, weight, bias, *operands))
+    elif (
+        then is not None
+        and not observed()
+        and then.fits(x, weight, bias, written or compute_dtype, mapping.out_coords)
+    ):
         y, applied = then.run(prepared, x, weight, bias), then.names()
     else:
-        y = _launch(op, (x, weight, bias, *operands))
+        y = prepared(x, weight, bias)
     record = _record(config.layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
     notify(record)
     observe(x, weight, bias, mapping, y, record)
     return _Result(y, record, op, operands, decision, applied, prepared)
-
-
-def _may_fuse(*operands: Tensor | None) -> bool:
-    """Whether nobody has to see the convolution by itself: an observer, a compiler, a mode or a subclass."""
-    return not (observed() or torch.compiler.is_compiling() or has_torch_function(operands))
 
 
 def _launch(op: Callable[..., Tensor], operands: tuple[Any, ...]) -> Tensor:

@@ -228,7 +228,10 @@ class PreparedConv:
         dgrad_tile: str,
         wgrad_tile: str,
         out_dtype: dtype | None,
-    ) -> None: ...
+        stored: bool = False,
+    ) -> None:
+        """stored: weights are (C_out, ..., C_in), and so are their gradients."""
+
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
     def fused(
         self,

@@ -307,6 +307,34 @@ def test_gradcheck(device, kernel_size, groups, transpose):
     assert torch.autograd.gradgradcheck(case.conv, inputs)
 
 
+def test_weights_stored_by_output_channel(device):
+    """PreparedConv takes (C_out, *kernel_size, C_in) as it is, and its gradient is of that shape."""
+    for kernel_size in ((3, 3, 3), (2, 1, 3)):
+        case = Case(device, kernel_size, channels=(3, 4), n=8)
+        operands = case.args(case.x(), case.weight())[3:]
+        prepared, plain = _C.PreparedConv(*operands, stored=True), _C.PreparedConv(*operands)
+        stored = case.tensor(4, *kernel_size, 3, grad=True)
+        x, bias = case.x(grad=True), case.bias(grad=True)
+
+        def viewed(x, weight, bias):
+            return plain(x, weight.flatten(1, -2).permute(1, 2, 0), bias)  # noqa: B023
+
+        for make in (torch.clone, lambda w: w.transpose(0, -1).clone().transpose(0, -1)):
+            weight = make(stored.detach()).requires_grad_()
+            y, expected = prepared(x, weight, bias), viewed(x, weight, bias)
+            torch.testing.assert_close(y, expected)
+            dy = torch.randn_like(y)
+            got = torch.autograd.grad(y, (x, weight, bias), dy)
+            assert all(map(torch.equal, got, torch.autograd.grad(expected, (x, weight, bias), dy)))
+            with torch.no_grad():
+                assert torch.equal(prepared(x, weight, bias), y)
+                torch.testing.assert_close(
+                    prepared.fused(x, weight, bias, None, None, None, None, 0.0, None, "relu", 0.0), y.relu()
+                )
+        assert torch.autograd.gradcheck(prepared, (x, stored, bias))
+        assert torch.autograd.gradgradcheck(prepared, (x, stored, bias))
+
+
 @pytest.mark.parametrize(
     ("kernel_size", "groups"), [((3, 3, 3), 1), ((3, 3, 3), 2), ((2, 1, 3), 1), ((2, 1, 3), 2)]
 )

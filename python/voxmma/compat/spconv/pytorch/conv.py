@@ -212,28 +212,25 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
             raise _misfit(self, places, features)
         own: dict[str, Any] = self._parameters
         coords = places.coords
-        x = Voxels._make(coords, features, _ONE)
-        stored = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
-        if coords.place is None and not coords.calls and not torch.compiler.is_compiling():
-            meet(coords, stored)  # known by this tensor: a view in inference mode may not say what it is of
-        weight = self._kernel(stored)
+        weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401  # which is slow to look up
+        data = self._named(input) if self.inverse and not self.conv1x1 else None
+        config, viewed, geometry = self._ran_as(None if data is None else data.geometry)
+        if self.conv1x1 or torch.compiler.is_compiling():
+            if coords.place is None and not coords.calls and not torch.compiler.is_compiling():
+                meet(coords, weight)  # by this tensor: a view in inference mode may not say what it is of
+            config, weight = viewed, self._kernel(weight)
+        back = None if data is None else data.back
+        y = call(config, Voxels._make(coords, features, _ONE), weight, bias, kernel_map=back, then=then)
         made = SparseConvTensor.__new__(SparseConvTensor)
         state = made.__dict__
         state.update(input.__dict__)
-        if self.subm or self.conv1x1:
-            config, geometry = self._ran_as(None)
-            y = call(config, x, weight, bias, then=then)
+        if data is not None:
+            state["_places"], state["spatial_shape"] = data.inputs, data.spatial_shape
+        elif self.subm or self.conv1x1:
             if self.indice_key is not None and not self.conv1x1:
                 self._remember(state, geometry, places, places)
-        elif self.inverse:
-            data = self._named(input)
-            config, _ = self._ran_as(data.geometry)
-            y = call(config, x, weight, bias, kernel_map=data.back, then=then)
-            state["_places"], state["spatial_shape"] = data.inputs, data.spatial_shape
         else:
-            config, geometry = self._ran_as(None)
-            y = call(config, x, weight, bias, then=then)
             shape = y._coord_set.spatial_shape
             state["spatial_shape"] = grid = list(shape[: self.ndim])  # type: ignore[index]
             state["_places"] = out = Places(None, y._coord_set, grid, input.batch_size, self.ndim)
@@ -254,7 +251,8 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         return weight.reshape(self.out_channels, -1, self.in_channels).permute(1, 2, 0)
 
     def _ran_as(self, geometry: Geometry | None) -> tuple[Any, ...]:
-        """(config, geometry) that run over a map of this geometry, made once; None: a submanifold map."""
+        """What runs over a map of this geometry (None: the layer's own), made once: the config for the weight
+        as it is stored, that for `_kernel` of it, and its geometry."""
         ran = self._ran
         if ran and ran[0] is self.config and ran[1] == geometry:
             return ran[2]
@@ -267,7 +265,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
             )
         else:
             made = config
-        self._ran = config, geometry, (made, made.geometry)
+        self._ran = config, geometry, (replace(made, stored=True), made, made.geometry)
         return self._ran[2]
 
     def _remember(self, state: dict[str, Any], geometry: Geometry, inputs: Places, outputs: Places) -> None:

@@ -428,7 +428,8 @@ def _keep(
         )
     dtype, prepared = made.record.compute_dtype, made.prepared
     if prepared is None and made.op is torch.ops.voxmma.conv:
-        prepared = _C.PreparedConv(*made.operands, stored=config.stored)
+        make: Any = _C.PreparedConv  # mypy does not know how many operands there are
+        prepared = make(*made.operands, stored=config.stored)
     repeat = Repeat(
         config,
         mapping.core,

@@ -6,6 +6,7 @@ Used by benchmarks/networks.py. Nothing here imports a library before its class 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from voxmma import models
+from voxmma import Voxels, models
 from voxmma import nn as vnn
 
 
@@ -280,6 +281,41 @@ class Spconv(Library):
         return nn.Sequential(*parts) if whole else self.sp.SparseSequential(*parts)
 
 
+class VoxmmaSpconv(Spconv):
+    """voxmma behind spconv's interface."""
+
+    package, distributions = "voxmma.compat.spconv", ()
+
+
+class VoxmmaRows(Library):
+    """voxmma's layers in the code that networks of other libraries are written in: sums, concatenations and
+    the activations behind them are torch's, on rows. What an interface costs is measured against it."""
+
+    package, needs_gpu, keeps_maps = "voxmma", False, True
+
+    def start(self, coords: Tensor, feats: Tensor, problem: Problem) -> Any:
+        shape = problem.shape if problem.factor == 1 else None
+        return Voxels(coords, feats, problem.batch, problem.factor, spatial_shape=shape)
+
+    def feats(self, x: Any) -> Tensor:
+        return x.feats
+
+    def coords(self, x: Any) -> Tensor:
+        return x.coords
+
+    def put(self, x: Any, feats: Tensor) -> Any:
+        return x.with_feats(feats)
+
+    def prune(self, x: Any, keep: Tensor) -> Any:
+        return Voxels(x.coords[keep], x.feats[keep], x.batch_size, x.stride)
+
+    def conv(self, layer: vnn.SparseConv3d, key: str) -> nn.Module:
+        return copy.deepcopy(layer)
+
+    def sequence(self, parts: list[nn.Module]) -> nn.Module:
+        return vnn.Sequential(*parts)
+
+
 class SpconvTriton(Spconv):
     """spconv's interface on Triton kernels."""
 
@@ -381,8 +417,12 @@ LIBRARIES: dict[str, type[Library] | None] = {
     "spconv": Spconv,
     "torchsparse": TorchSparse,
     "spconv-triton": SpconvTriton,
+    "voxmma-rows": VoxmmaRows,
+    "voxmma-spconv": VoxmmaSpconv,
     "torch": Torch,
 }
+#: Measured by default, where they are installed.
+USUAL = tuple(name for name in LIBRARIES if name not in ("voxmma-rows", "voxmma-spconv", "torch"))
 
 # ---- the networks in another library -----------------------------------------------------------------------
 

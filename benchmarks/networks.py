@@ -27,6 +27,9 @@ what is compiled once in the times; infer_mib has its buffers. Its result is rea
 (copy=False): as with the other libraries a result is held once, but here the next call writes over it.
 stream_ms: of a frame among several in a row with copies, each read when the next one has been called.
 
+`voxmma-spconv` is voxmma.compat.spconv, `voxmma-rows` the same code with voxmma's own layers: the quotient of
+the two is what the interface costs.
+
 On a CPU everything is fp32, without kernels and memory. benchmarks/collect.py adds the file to the results.
 """
 
@@ -63,7 +66,7 @@ from voxmma import nn as vnn
 from voxmma._timing import Clock, synchronise
 from voxmma.tuning import machine
 
-from network_libraries import LIBRARIES, Index, Torch, ported, shrunk
+from network_libraries import LIBRARIES, USUAL, Index, Torch, ported, shrunk
 from network_scenes import MARGIN, scene
 
 Row = dict[str, Any]
@@ -655,7 +658,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--scenes", type=Path, metavar="DIR", help="folder of NAME.npz; default: generated scenes"
     )
-    parser.add_argument("--libraries", help=f"of {', '.join(LIBRARIES)}; default: those installed but torch")
+    parser.add_argument(
+        "--libraries", help=f"of {', '.join(LIBRARIES)}; default: of {', '.join(USUAL)} those installed"
+    )
     parser.add_argument("--path", action="append", default=[], help="folder with another library's packages")
     parser.add_argument("--networks", help=f"of {', '.join(NETWORKS)}; default: all")
     parser.add_argument(
@@ -682,7 +687,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.path[:] = ours
         work(given.work, device, given.repeats)
         return 0
-    libraries = given.libraries.split(",") if given.libraries else [n for n in LIBRARIES if n != "torch"]
+    libraries = given.libraries.split(",") if given.libraries else list(USUAL)
     networks = given.networks.split(",") if given.networks else list(NETWORKS)
     for what, names, there in (("library", libraries, LIBRARIES), ("network", networks, NETWORKS)):
         unknown = [name for name in names if name not in there]

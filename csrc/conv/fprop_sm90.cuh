@@ -517,9 +517,9 @@ cudaError_t fprop_launch(const ConvArgs& args, cudaStream_t stream) {
       kernel = has_epilogue(args) ? fprop_kernel<C, false, true, true> : fprop_kernel<C, false, false, true>;
   }
   if (parts.count() > 1) {
-    kernel = args.b != nullptr    ? fprop_kernel<C, true, true>
-             : args.raw.transpose ? fprop_small_kernel<C, GMMA::Major::K>
-                                  : fprop_small_kernel<C, GMMA::Major::MN>;
+    kernel = args.b != nullptr                          ? fprop_kernel<C, true, true>
+             : major_of(args.raw.of) == GMMA::Major::MN ? fprop_small_kernel<C, GMMA::Major::MN>
+                                                        : fprop_small_kernel<C, GMMA::Major::K>;
   }
   cudaError_t err = allow_shared(reinterpret_cast<const void*>(kernel), C::kSmemBytes);
   if (err != cudaSuccess) return err;

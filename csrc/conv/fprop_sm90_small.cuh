@@ -11,8 +11,8 @@
 
 namespace voxmma::sm90 {
 
-// The caller's weights (K, groups, rows, columns) as B: rows of c_in and columns of c_out are its MN-major image, in
-// atoms of kAtom columns; transposed, rows of c_out and columns of c_in, the K-major one that pack_weight makes, too.
+// The caller's weights as B. Output channels next to each other are its MN-major image, whose columns they are, in atoms
+// of kAtom; input channels next to each other the K-major one that pack_weight makes, too.
 template <class C, GMMA::Major Major>
 struct SmallB {
   using T = typename C::T;
@@ -55,13 +55,12 @@ struct SmallB {
   __device__ static void copy(const ConvArgs& args, uint32_t block, int k, int g, int ci0, int co0, int warp,
                               int lane) {
     const int piece = lane % kPieces;
-    const int64_t ld = kMN ? args.c_out : args.c_in;
+    const Weights& of = args.raw.of;
+    const int64_t ld = kMN ? of.in : of.out;
     const int rows = kMN ? args.c_in - ci0 : args.c_out - co0;
     const bool there = piece * 8 < (kMN ? args.c_out - co0 : args.c_in - ci0);
-    const T* src =
-        static_cast<const T*>(args.raw.weight) +
-        weight_at(args.plan.kernel_volume, args.groups, args.c_in, args.c_out, !kMN, args.raw.mirror, k, g, ci0, co0) +
-        (warp * kAtOnce + lane / kPieces) * ld + piece * 8;
+    const T* src = static_cast<const T*>(of.data) + weight_at(of, k, g, ci0, co0) +
+                   (warp * kAtOnce + lane / kPieces) * ld + piece * 8;
     each_piece(block, warp, lane, [&](int row, uint32_t to) {
       cp_async16(to, src, there && row < rows ? 16 : 0);
       src += kRowStep * ld;
@@ -89,12 +88,17 @@ struct SmallB {
   }
 };
 
-// Whether a launch can read the caller's weights.
+// Which image of B the caller's weights are.
+inline GMMA::Major major_of(const Weights& of) { return of.out == 1 ? GMMA::Major::MN : GMMA::Major::K; }
+
+// Whether a launch can read the caller's weights: 16 bytes of each row, wherever one begins.
 template <class C>
 bool copies_weights(const ConvArgs& args) {
-  const int64_t row = args.raw.transpose ? args.c_in : args.c_out;
-  return args.raw.dtype == dtype_of<typename C::T> && row % 8 == 0 &&
-         reinterpret_cast<uintptr_t>(args.raw.weight) % 16 == 0;
+  const Weights& of = args.raw.of;
+  const bool mn = major_of(of) == GMMA::Major::MN;
+  return of.dtype == dtype_of<typename C::T> && (mn || of.in == 1) && (mn ? args.c_out : args.c_in) % 8 == 0 &&
+         ((mn ? of.in : of.out) | of.first | of.offset | of.group) % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(of.data) % 16 == 0;
 }
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;\n" ::: "memory"); }

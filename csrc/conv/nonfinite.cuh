@@ -27,12 +27,9 @@ __device__ __forceinline__ T stand_in(T v) {
   return reinterpret_cast<const T&>(bits);
 }
 
-// Where weight (ci, co) of image offset k lies in the caller's tensor, elements.
-__device__ __forceinline__ int64_t weight_at(int kernel_volume, int groups, int c_in, int c_out, bool transpose,
-                                             bool mirror, int k, int g, int ci, int co) {
-  const int from = mirror ? kernel_volume - 1 - k : k;
-  return (static_cast<int64_t>(from) * groups + g) * c_in * c_out +
-         (transpose ? static_cast<int64_t>(co) * c_in + ci : static_cast<int64_t>(ci) * c_out + co);
+// Which element of the caller's tensor a weight is.
+__device__ __forceinline__ int64_t weight_at(const Weights& of, int k, int g, int ci, int co) {
+  return of.first + k * of.offset + g * of.group + ci * of.in + co * of.out;
 }
 
 // This lane's share of the flags: loaded ahead, to be voted on later.
@@ -74,9 +71,8 @@ struct RawWeight {
   bool bad = false;
   __device__ __forceinline__ RawWeight(const ConvArgs& args, int k, int group, int ci, int co) {
     if (co >= args.c_out) return;
-    const auto w = load_as<type_of<In>>(args.raw.weight, args.raw.dtype,
-                                        weight_at(args.plan.kernel_volume, args.groups, args.c_in, args.c_out,
-                                                  args.raw.transpose, args.raw.mirror, k, group, ci, co));
+    const Weights& of = args.raw.of;
+    const auto w = load_as<type_of<In>>(of.data, of.dtype, weight_at(of, k, group, ci, co));
     bad = is_nonfinite(w);
     factor = convert<float>(w);
     if (In == DType::f32 && !Split && bad && factor == factor) factor = copysignf(INFINITY, factor);  // as tf32

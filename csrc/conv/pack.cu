@@ -25,16 +25,16 @@ __device__ __forceinline__ void store_channel(const Channels& to, int64_t i) {
 // One thread per `PE` neighbouring channels (a 16-byte piece, or a single channel) of one image row.
 template <class T, class W, int PE>
 __global__ void pack_kernel(PackArgs args, int n_blocks, int chunks, int64_t total) {
-  const auto* weight = static_cast<const W*>(args.weight);  // (K, G, c_in, c_out), or (K, G, c_out, c_in) if transposed
-  auto* image = static_cast<T*>(args.image);                // [G][n_blocks][K][chunks][n][k]
+  const auto* weight = static_cast<const W*>(args.weights.data);
+  auto* image = static_cast<T*>(args.image);  // [G][n_blocks][K][chunks][n][k]
   const int pieces = args.k / PE;
+  const bool by_row = args.weights.in != 1;  // what neighbouring threads go along: coalesced reads
   bool nonfinite = false;
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < total; i += int64_t{gridDim.x} * kThreads) {
     int64_t rest = i;
-    const int row = static_cast<int>(rest % args.n);
-    rest /= args.n;  // fastest: coalesced reads of plain weights
-    const int piece = static_cast<int>(rest % pieces);
-    rest /= pieces;
+    int row = static_cast<int>(rest % args.n), piece = static_cast<int>(rest / args.n % pieces);
+    if (!by_row) row = static_cast<int>(rest / pieces % args.n), piece = static_cast<int>(rest % pieces);
+    rest /= int64_t{args.n} * pieces;
     const int64_t block = rest;  // linear over [G][n_blocks][K][chunks]
     const int chunk = static_cast<int>(rest % chunks);
     rest /= chunks;
@@ -45,14 +45,12 @@ __global__ void pack_kernel(PackArgs args, int n_blocks, int chunks, int64_t tot
     const int co = nb * args.n + row;
     const int ci0 = chunk * args.k + piece * PE;
 
+    const W* from = weight + weight_at(args.weights, offset, group, ci0, co);
     alignas(16) T v[PE];
 #pragma unroll
     for (int e = 0; e < PE; ++e) {
-      const int ci = ci0 + e;
-      const bool inside = co < args.c_out && ci < args.c_in;
-      v[e] = inside ? convert<T>(weight[weight_at(args.kernel_volume, args.groups, args.c_in, args.c_out,
-                                                  args.transpose, args.mirror, offset, group, ci, co)])
-                    : convert<T>(0.0f);
+      const bool inside = co < args.c_out && ci0 + e < args.c_in;
+      v[e] = inside ? convert<T>(from[e * args.weights.in]) : convert<T>(0.0f);
       if (is_nonfinite(v[e])) {
         nonfinite = true;
         if (PE > 1) v[e] = stand_in(v[e]);
@@ -97,7 +95,7 @@ cudaError_t pack_typed(const PackArgs& args, cudaStream_t stream) {
 
 template <class T>
 cudaError_t pack_input(const PackArgs& args, cudaStream_t stream) {
-  return with_dtype(args.weight_dtype,
+  return with_dtype(args.weights.dtype,
                     [&](auto of) { return pack_typed<T, typename decltype(of)::type>(args, stream); });
 }
 

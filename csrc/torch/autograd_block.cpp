@@ -43,9 +43,9 @@ class BlockFunction : public torch::autograd::Function<BlockFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const OptTensor& bias,
                         const OptTensor& norm_weight, const OptTensor& norm_bias, const OptTensor& residual,
                         const std::shared_ptr<const Plan>& plan, int64_t n_out, OptDtype out_dtype,
-                        const NormCall& norm) {
+                        const NormCall& norm, bool stored) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor h = convolve(*plan, n_out, out_dtype, x, weight, bias);
+    const Tensor h = convolve(*plan, n_out, out_dtype, x, stored ? kernel_of(weight) : weight, bias);
     const Normed made = norm_forward(norm, h, norm_weight, norm_bias, residual, /*keep=*/true);
     ctx->set_materialize_grads(false);
     const bool kept = residual.has_value() && keeps_residual(norm.activation);
@@ -54,13 +54,13 @@ class BlockFunction : public torch::autograd::Function<BlockFunction> {
                             made.passed.numel() != 0 ? made.passed : Tensor()});
     NormCall call{std::nullopt, std::nullopt, std::nullopt, norm.momentum, norm.eps, norm.activation, norm.slope};
     ctx->saved_data["block"] = c10::IValue::make_capsule(
-        c10::make_intrusive<Block>(plan, n_out, out_dtype, ConvTypes(x, weight), std::move(call),
+        c10::make_intrusive<Block>(plan, n_out, out_dtype, ConvTypes(x, weight, stored), std::move(call),
                                    residual.has_value() && residual->requires_grad()));
     return made.y;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    variable_list out(10);
+    variable_list out(11);
     if (!grads[0].defined()) return out;
     NoAutocast no_autocast;
     const auto block = c10::static_intrusive_pointer_cast<Block>(ctx->saved_data["block"].toCapsule());
@@ -68,7 +68,8 @@ class BlockFunction : public torch::autograd::Function<BlockFunction> {
     const Tensor &x = saved[0], &weight = saved[1], &bias = saved[2], &norm_weight = saved[3], &norm_bias = saved[4];
     Tensor h = saved[5];
     if (at::GradMode::is_enabled()) {  // a gradient of this one goes through the convolution, too
-      h = convolve(*block->plan, block->n_out, block->out_dtype, x, weight,
+      h = convolve(*block->plan, block->n_out, block->out_dtype, x,
+                   block->types.stored.empty() ? weight : kernel_of(weight),
                    bias.defined() ? OptTensor(bias) : std::nullopt);
     }
     const NormGradients of = norm_gradients(block->norm, grads[0].to(h.scalar_type()), h, norm_weight, norm_bias,
@@ -87,18 +88,16 @@ class BlockFunction : public torch::autograd::Function<BlockFunction> {
 }  // namespace
 
 Tensor conv_norm_act(const std::shared_ptr<const Plan>& plan, int64_t n_out, OptDtype out_dtype, const NormCall& norm,
-                     const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& norm_weight,
-                     const OptTensor& norm_bias, const OptTensor& residual) {
+                     const Tensor& x, const Tensor& weight, bool stored, const OptTensor& bias,
+                     const OptTensor& norm_weight, const OptTensor& norm_bias, const OptTensor& residual) {
   const Tensor none;
   const auto of = [&](const OptTensor& t) { return t.has_value() ? &*t : &none; };
-  const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-  if (transformed || !needs_node({&x, &weight, of(bias), of(norm_weight), of(norm_bias), of(residual)})) {
-    return norm_forward(norm, convolve(*plan, n_out, out_dtype, x, weight, bias), norm_weight, norm_bias, residual,
-                        /*keep=*/false)
-        .y;
+  if (transformed() || !needs_node({&x, &weight, of(bias), of(norm_weight), of(norm_bias), of(residual)})) {
+    const Tensor h = convolve(*plan, n_out, out_dtype, x, stored ? kernel_of(weight) : weight, bias);
+    return norm_forward(norm, h, norm_weight, norm_bias, residual, /*keep=*/false).y;
   }
   const Tensor y =
-      BlockFunction::apply(x, weight, bias, norm_weight, norm_bias, residual, plan, n_out, out_dtype, norm);
+      BlockFunction::apply(x, weight, bias, norm_weight, norm_bias, residual, plan, n_out, out_dtype, norm, stored);
   for (const OptTensor* written : {&norm.running_mean, &norm.running_var, &norm.batches}) {
     if (written->has_value()) (*written)->unsafeGetTensorImpl()->bump_version();
   }

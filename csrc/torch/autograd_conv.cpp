@@ -18,6 +18,17 @@ bool needs_node(std::initializer_list<const Tensor*> inputs) {
   return false;
 }
 
+bool transformed() { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode); }
+
+Tensor kernel_of(const Tensor& stored) {
+  const int64_t c_out = stored.size(0), c_in = stored.size(-1), volume = stored.numel() / (c_out * c_in);
+  if (stored.is_contiguous() && !transformed() && !(at::GradMode::is_enabled() && stored.requires_grad())) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return stored.as_strided({volume, c_in, c_out}, {c_in, 1, volume * c_in});
+  }
+  return stored.reshape({c_out, volume, c_in}).permute({1, 2, 0});
+}
+
 namespace {
 
 // The map whose input rows are this call's output rows, for the gradient `what`.
@@ -33,7 +44,8 @@ const std::vector<Tensor>& forward_of_opposite(const Plan& plan) { return plan.s
 }  // namespace
 
 Tensor conv_gradient_of_x(const Plan& plan, const ConvTypes& types, const Tensor& dy, const Tensor& weight) {
-  return conv_op().call(dy, weight, std::nullopt, opposite(plan, "x"), forward_of_opposite(plan), types.n_in,
+  const Tensor kernel = types.stored.empty() ? weight : kernel_of(weight);
+  return conv_op().call(dy, kernel, std::nullopt, opposite(plan, "x"), forward_of_opposite(plan), types.n_in,
                         plan.symmetric, !plan.transpose, plan.accumulator, plan.dgrad_tile, plan.tile, plan.wgrad_tile,
                         std::nullopt);
 }
@@ -48,6 +60,7 @@ Tensor conv_gradient_of_weight(const Plan& plan, const ConvTypes& types, const T
                              : wgrad_op().call(x, dy, plan.map, plan.map_t, types.volume, types.groups, plan.symmetric,
                                                plan.accumulator, plan.wgrad_tile, plan.dgrad_tile, written);
   if (types.groups == 1 && types.grouped) dw = dw.unsqueeze(1);
+  if (!types.stored.empty()) dw = dw.permute({2, 0, 1}).reshape(types.stored);
   return dw.to(types.weight_dtype);
 }
 
@@ -83,34 +96,36 @@ Plan load(AutogradContext* ctx) {
 class ConvFunction : public torch::autograd::Function<ConvFunction> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const OptTensor& bias,
-                        const Plan& plan, const c10::SymInt& n_out, OptDtype out_dtype) {
+                        const Plan& plan, const c10::SymInt& n_out, OptDtype out_dtype, bool stored) {
     save(plan, ctx);
     ctx->set_materialize_grads(false);
-    const ConvTypes types(x, weight);
+    const ConvTypes types(x, weight, stored);
     ctx->saved_data["n_in"] = types.n_in;
     ctx->saved_data["x_dtype"] = types.x_dtype;
     ctx->saved_data["weight_dtype"] = types.weight_dtype;
     ctx->saved_data["groups"] = types.groups;
     ctx->saved_data["volume"] = types.volume;
     ctx->saved_data["grouped"] = types.grouped;
+    ctx->saved_data["stored"] = types.stored;
     if (bias.has_value()) ctx->saved_data["bias_dtype"] = bias->scalar_type();
     // x serves the weight's gradient and the weight x's: neither is kept alive for nothing.
     ctx->save_for_backward({weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
     at::AutoDispatchBelowADInplaceOrView below;
-    return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose,
-                          plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
+    return conv_op().call(x, stored ? kernel_of(weight) : weight, bias, plan.map, plan.map_t, n_out, plan.symmetric,
+                          plan.transpose, plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    variable_list out(6);
+    variable_list out(7);
     if (!grads[0].defined()) return out;
     NoAutocast no_autocast;
     const Plan plan = load(ctx);
     auto& data = ctx->saved_data;
     const variable_list saved = ctx->get_saved_variables();
     const ConvTypes types = {
-        data["n_in"].toSymInt(), data["x_dtype"].toScalarType(), data["weight_dtype"].toScalarType(),
-        data["volume"].toInt(),  data["groups"].toInt(),         data["grouped"].toBool()};
+        data["n_in"].toSymInt(),     data["x_dtype"].toScalarType(), data["weight_dtype"].toScalarType(),
+        data["volume"].toInt(),      data["groups"].toInt(),         data["grouped"].toBool(),
+        data["stored"].toIntVector()};
     const Tensor dy = grads[0].to(types.x_dtype);
     if (ctx->needs_input_grad(0)) out[0] = conv_gradient_of_x(plan, types, dy, saved[1]);
     if (ctx->needs_input_grad(1)) out[1] = conv_gradient_of_weight(plan, types, dy, saved[0]);
@@ -176,7 +191,7 @@ Tensor conv_autograd(c10::DispatchKeySet keys, const Tensor& x, const Tensor& we
                   std::string(tile),
                   std::string(dgrad_tile),
                   std::string(wgrad_tile)};
-  return ConvFunction::apply(x, weight, bias, plan, n_out, out_dtype);
+  return ConvFunction::apply(x, weight, bias, plan, n_out, out_dtype, /*stored=*/false);
 }
 
 Tensor wgrad_autograd(const Tensor& x, const Tensor& dy, TensorList map, TensorList map_t, int64_t kernel_volume,
@@ -266,6 +281,20 @@ Tensor pack_autograd(c10::DispatchKeySet keys, const Tensor& weight, const OptTe
   return op.redispatch(keys & c10::after_autograd_keyset, weight, bias, symmetric, transpose, accumulator, tile, dtype,
                        scale, shift, mean, var, eps);
 }
+
+}  // namespace
+
+Tensor conv_of_stored(const Plan& plan, int64_t n_out, OptDtype out_dtype, const Tensor& x, const Tensor& stored,
+                      const OptTensor& bias) {
+  const Tensor none;
+  if (!transformed() && needs_node({&x, &stored, bias.has_value() ? &*bias : &none})) {
+    return ConvFunction::apply(x, stored, bias, plan, n_out, out_dtype, /*stored=*/true);
+  }
+  return conv_op().call(x, kernel_of(stored), bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose,
+                        plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
+}
+
+namespace {
 
 TORCH_LIBRARY_IMPL(voxmma, Autograd, m) {
   m.impl("conv", TORCH_FN(conv_autograd));

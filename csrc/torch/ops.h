@@ -87,22 +87,39 @@ struct Plan {
   std::string accumulator, tile, dgrad_tile, wgrad_tile;
 };
 
+// A weight stored as (C_out, ..., C_in) as the ops take it, (K, C_in, C_out): a view, differentiable where gradients are
+// recorded.
+Tensor kernel_of(const Tensor& stored);
+
 // What the gradients of conv take from its operands.
 struct ConvTypes {
   c10::SymInt n_in;
   ScalarType x_dtype, weight_dtype;
   int64_t volume, groups;
   bool grouped;
-  ConvTypes(c10::SymInt n, ScalarType x, ScalarType weight, int64_t k, int64_t g, bool four)
-      : n_in(std::move(n)), x_dtype(x), weight_dtype(weight), volume(k), groups(g), grouped(four) {}
-  ConvTypes(const Tensor& x, const Tensor& weight)
+  std::vector<int64_t> stored;  // sizes of a weight that is (C_out, ..., C_in); empty: it is as the ops take it
+  ConvTypes(c10::SymInt n, ScalarType x, ScalarType weight, int64_t k, int64_t g, bool four, std::vector<int64_t> sizes)
+      : n_in(std::move(n)),
+        x_dtype(x),
+        weight_dtype(weight),
+        volume(k),
+        groups(g),
+        grouped(four),
+        stored(std::move(sizes)) {}
+  ConvTypes(const Tensor& x, const Tensor& weight, bool is_stored)
       : ConvTypes(x.sym_size(0), x.scalar_type(), weight.scalar_type(), weight.size(0),
-                  weight.dim() == 4 ? weight.size(1) : 1, weight.dim() == 4) {}
+                  !is_stored && weight.dim() == 4 ? weight.size(1) : 1, !is_stored && weight.dim() == 4,
+                  is_stored ? weight.sizes().vec() : std::vector<int64_t>()) {
+    if (is_stored) volume = weight.numel() / (weight.size(0) * weight.size(-1));
+  }
 };
 // dy in x's type, but for the bias's. Differentiable again.
 Tensor conv_gradient_of_x(const Plan& plan, const ConvTypes& types, const Tensor& dy, const Tensor& weight);
 Tensor conv_gradient_of_weight(const Plan& plan, const ConvTypes& types, const Tensor& dy, const Tensor& x);
 Tensor conv_gradient_of_bias(const Tensor& dy, ScalarType dtype);
+// The op, of a weight that is stored as (C_out, ..., C_in): its gradient is made so, without nodes for views.
+Tensor conv_of_stored(const Plan& plan, int64_t n_out, OptDtype out_dtype, const Tensor& x, const Tensor& stored,
+                      const OptTensor& bias);
 
 // A batch norm in training and what follows it: arguments of norm_act besides its rows.
 struct NormCall {
@@ -128,15 +145,18 @@ NormGradients norm_gradients(const NormCall& call, const Tensor& dy, const Tenso
                              const Tensor& bias, const Tensor& stats, const Tensor& residual, const Tensor& passed,
                              bool of_residual);
 
-// Convolution, norm and activation as one node of the graph (autograd_block.cpp).
+// Convolution, norm and activation as one node of the graph (autograd_block.cpp). stored: the weight is (C_out, ..., C_in).
 Tensor conv_norm_act(const std::shared_ptr<const Plan>& plan, int64_t n_out, OptDtype out_dtype, const NormCall& norm,
-                     const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& norm_weight,
-                     const OptTensor& norm_bias, const OptTensor& residual);
+                     const Tensor& x, const Tensor& weight, bool stored, const OptTensor& bias,
+                     const OptTensor& norm_weight, const OptTensor& norm_bias, const OptTensor& residual);
 
 // Autocast is off in backward: gradients are computed in the type the forward ran in.
 struct NoAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
+
+// Whether a transform of torch.func is at work, which nodes that are applied directly do not see.
+bool transformed();
 
 // Whether a call needs a node in the graph. Forward-mode tangents do: the node says that there is no rule for them.
 bool needs_node(std::initializer_list<const Tensor*> inputs);

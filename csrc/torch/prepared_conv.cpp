@@ -18,6 +18,7 @@ struct PreparedConv {
   int64_t n_out;
   OptDtype out_dtype;
   int64_t version;  // of the map
+  bool stored;      // weights are (C_out, ..., C_in), not (K, C_in, C_out)
 
   void check_version() const {
     TORCH_CHECK(version_of(shared->map) == version,
@@ -25,10 +26,13 @@ struct PreparedConv {
                 "coordinates reads them: KernelMap.free() it, and write into a copy (.clone())");
   }
 
+  Tensor kernel(const Tensor& weight) const { return stored ? kernel_of(weight) : weight; }
+
   Tensor operator()(const Tensor& x, const Tensor& weight, const OptTensor& bias) const {
     check_version();
     NoAutocast no_autocast;
     const Plan& plan = *shared;
+    if (stored) return conv_of_stored(plan, n_out, out_dtype, x, weight, bias);
     return conv_op().call(x, weight, bias, plan.map, plan.map_t, n_out, plan.symmetric, plan.transpose,
                           plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
   }
@@ -40,7 +44,7 @@ struct PreparedConv {
     check_version();
     NoAutocast no_autocast;
     const Plan& plan = *shared;
-    return fused_op().call(x, weight, bias, plan.map, n_out, plan.symmetric, plan.transpose, plan.accumulator,
+    return fused_op().call(x, kernel(weight), bias, plan.map, n_out, plan.symmetric, plan.transpose, plan.accumulator,
                            plan.tile, out_dtype, scale, shift, mean, var, eps, residual, activation, slope,
                            std::nullopt);
   }
@@ -52,8 +56,9 @@ struct PreparedConv {
     check_version();
     NoAutocast no_autocast;
     const Plan& plan = *shared;
-    fused_into_op().call(x, weight, bias, plan.map, n_out, plan.symmetric, plan.transpose, plan.accumulator, plan.tile,
-                         out_dtype, scale, shift, mean, var, eps, residual, activation, slope, std::nullopt, out);
+    fused_into_op().call(x, kernel(weight), bias, plan.map, n_out, plan.symmetric, plan.transpose, plan.accumulator,
+                         plan.tile, out_dtype, scale, shift, mean, var, eps, residual, activation, slope, std::nullopt,
+                         out);
   }
 
   // conv and norm_act as one node.
@@ -61,7 +66,7 @@ struct PreparedConv {
                  const OptTensor& norm_weight, const OptTensor& norm_bias, const OptTensor& residual) const {
     check_version();
     NoAutocast no_autocast;
-    return conv_norm_act(shared, n_out, out_dtype, norm, x, weight, bias, norm_weight, norm_bias, residual);
+    return conv_norm_act(shared, n_out, out_dtype, norm, x, weight, stored, bias, norm_weight, norm_bias, residual);
   }
 };
 
@@ -70,7 +75,7 @@ struct PreparedConv {
 // several devices or of impossible rank, sizes that are symbols.
 std::optional<py::bytes> operand_facts(const Tensor& x, const Tensor& weight, const OptTensor& bias) {
   const at::Device device = x.device();
-  std::array<int64_t, 14> facts{};
+  std::array<int64_t, 15> facts{};
   size_t count = 0;
   const auto add = [&](const Tensor& t, int64_t first, int64_t most) {
     if (t.device() != device || t.dim() > most || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return false;
@@ -79,7 +84,7 @@ std::optional<py::bytes> operand_facts(const Tensor& x, const Tensor& weight, co
     for (int64_t d = first; d < t.dim(); ++d) facts[count++] = t.size(d);
     return true;
   };
-  if (!add(x, 1, 2) || !add(weight, 0, 4) || (bias.has_value() && !add(*bias, 0, 1))) return std::nullopt;
+  if (!add(x, 1, 2) || !add(weight, 0, 5) || (bias.has_value() && !add(*bias, 0, 1))) return std::nullopt;
   const bool autocast = at::autocast::is_autocast_enabled(device.type());
   facts[count++] = autocast ? static_cast<int64_t>(at::autocast::get_autocast_dtype(device.type())) : -1;
   facts[count++] = c10::InferenceMode::is_enabled();
@@ -92,13 +97,16 @@ void bind_prepared_conv(py::module_& m) {
   py::class_<PreparedConv>(m, "PreparedConv")
       .def(py::init([](std::vector<Tensor> map, std::vector<Tensor> map_t, int64_t n_out, bool symmetric,
                        bool transpose, std::string accumulator, std::string tile, std::string dgrad_tile,
-                       std::string wgrad_tile, OptDtype out_dtype) {
-        const int64_t version = version_of(map);
-        return PreparedConv{std::make_shared<const Plan>(Plan{std::move(map), std::move(map_t), symmetric, transpose,
-                                                              std::move(accumulator), std::move(tile),
-                                                              std::move(dgrad_tile), std::move(wgrad_tile)}),
-                            n_out, out_dtype, version};
-      }))
+                       std::string wgrad_tile, OptDtype out_dtype, bool stored) {
+             const int64_t version = version_of(map);
+             return PreparedConv{std::make_shared<const Plan>(Plan{std::move(map), std::move(map_t), symmetric,
+                                                                   transpose, std::move(accumulator), std::move(tile),
+                                                                   std::move(dgrad_tile), std::move(wgrad_tile)}),
+                                 n_out, out_dtype, version, stored};
+           }),
+           py::arg("map"), py::arg("map_t"), py::arg("n_out"), py::arg("symmetric"), py::arg("transpose"),
+           py::arg("accumulator"), py::arg("tile"), py::arg("dgrad_tile"), py::arg("wgrad_tile"), py::arg("out_dtype"),
+           py::arg("stored") = false)
       .def("__call__",
            torch::wrap_pybind_function_no_gil([](const PreparedConv& self, const Tensor& x, const Tensor& weight,
                                                  const OptTensor& bias) { return self(x, weight, bias); }))

@@ -62,7 +62,7 @@ def build_plan(
     step: Sequence[int],
     mul: Sequence[int],
     div: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+) -> tuple[list[Tensor], Tensor, int]:
     """The tensors of a map, PlanStats, and the number of pairs, -1 where they are not read."""
 
 def write_count(tensors: tuple[object, ...]) -> int:
@@ -228,7 +228,10 @@ class PreparedConv:
         dgrad_tile: str,
         wgrad_tile: str,
         out_dtype: dtype | None,
-    ) -> None: ...
+        stored: bool = False,
+    ) -> None:
+        """stored: weights are (C_out, ..., C_in), and so are their gradients."""
+
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
     def fused(
         self,

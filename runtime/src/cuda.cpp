@@ -151,7 +151,7 @@ class Cuda : public Backend {
     for (Pack& entry : packs_) {
       k::PackArgs& pack = entry.args;
       const auto at = [&](int64_t offset) { return offset < 0 ? nullptr : weights + offset; };
-      pack.weight = at(entry.weight);
+      pack.weights.data = at(entry.weight);
       k::PerChannel* const numbers[] = {&pack.channels.bias, &pack.channels.scale, &pack.channels.shift,
                                         &pack.channels.mean, &pack.channels.var};
       for (int i = 0; i < 5; ++i) numbers[i]->values = at(entry.numbers[i]);
@@ -302,14 +302,15 @@ class Cuda : public Backend {
 
     Pack pack{};
     k::PackArgs& p = pack.args;
-    p.weight_dtype = kernel_type(call.weight->dtype);
+    const int64_t columns = call.transpose ? call.c_in : call.c_out, block = call.c_in * call.c_out;
+    p.weights =
+        k::weights_of(nullptr, kernel_type(call.weight->dtype), call.map.volume,
+                      {call.groups * block, block, columns, 1}, call.transpose, call.transpose && call.symmetric);
     p.input = config.input;
     p.kernel_volume = call.map.volume;
     p.groups = static_cast<int>(call.groups);
     p.c_in = static_cast<int>(call.c_in);
     p.c_out = static_cast<int>(call.c_out);
-    p.transpose = call.transpose;
-    p.mirror = call.transpose && call.symmetric;
     p.n = config.n;
     p.k = config.k;
     p.channels.eps = call.eps;
@@ -346,7 +347,7 @@ class Cuda : public Backend {
     args.plan = view(call.map);
     args.lda = stride;
     args.a_group = group;
-    args.raw = {nullptr, p.weight_dtype, p.transpose, p.mirror, nullptr, flag_bytes};
+    args.raw = {p.weights, nullptr, flag_bytes};
     args.epilogue.ldr = call.residual.at.there() ? call.residual.strides[0] : channels;
     args.epilogue.activation = static_cast<k::Activation>(call.activation);
     args.epilogue.slope = call.slope;
@@ -372,7 +373,7 @@ class Cuda : public Backend {
                       "pad_channels");
               }
               now.b = weights(pack.image);
-              now.raw.weight = weights(pack.weight);
+              now.raw.of.data = weights(pack.weight);
               now.raw.flags = static_cast<const uint8_t*>(weights(pack.flags));
               now.bias = weights(pack.summand);
               now.epilogue.scale = weights(pack.factor);

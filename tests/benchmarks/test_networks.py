@@ -43,7 +43,7 @@ class Given:
         self.batch, self.factor, self.shape = 2, factor, [64 // factor] * 3
 
 
-@pytest.mark.parametrize("lib", ["torch", "spconv", "spconv-triton", "torchsparse"])
+@pytest.mark.parametrize("lib", [name for name, kind in network_libraries.LIBRARIES.items() if kind])
 @pytest.mark.parametrize("name", SMALL)
 def test_other_libraries_run_the_same_network(name: str, lib: str, device: torch.device) -> None:
     """Of plain torch in fp64; of others, where they are installed, in fp32."""

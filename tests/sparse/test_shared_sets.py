@@ -316,6 +316,7 @@ class _FakeStreams:
 
         class Tensor(torch.Tensor):
             device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+            is_cuda = True  # type: ignore[assignment]
 
             def record_stream(self, stream: Any) -> None:
                 fake.did.append(("memory", fake.now))

@@ -599,6 +599,7 @@ def test_gpu_waits_once_for_new_coordinates() -> None:
     warm = Voxels(random_coords(500, 20).cuda(), torch.ones(500, 2, device="cuda"))
     sparse_conv_transpose(spatially_sparse_conv(warm, w, 2, stride=2), w, 2, stride=2)
     x = Voxels(random_coords(500, 20, seed=1).cuda(), torch.ones(500, 2, device="cuda"))
+    many = voxmma.CoordSet(random_coords(20_000, 60).cuda())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -615,9 +616,12 @@ def test_gpu_waits_once_for_new_coordinates() -> None:
             fourth = len([c for c in caught if "synchroniz" in str(c.message)]) - first - second - third
             sparse_conv_transpose(lower, torch.ones(27, 2, 2, device="cuda"), 3, stride=2)
             fifth = len([c for c in caught if "synchroniz" in str(c.message)])
+            voxmma.kernel_map(many, 3)
+            sixth = len([c for c in caught if "synchroniz" in str(c.message)]) - fifth
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert (first, second, third) == (1, 0, 1)  # how many voxels; nothing; how large a plan
+    assert (first, second, third) == (1, 0, 0)  # how many voxels; nothing: there is room for any plan
+    assert sixth == 1  # how large the plan is
     assert (fourth, fifth - first - second - third - fourth) == (1, 0)  # overlapping windows: the same
 
 

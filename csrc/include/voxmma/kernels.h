@@ -74,11 +74,29 @@ struct TileConfig {
   int shared_memory;  // dynamic shared memory of a block, bytes; the device must allow it
 };
 
+// A tensor of weights as it lies: the one of offset k, group g, input channel i and output channel o of the convolution
+// that runs is element first + k * offset + g * group + i * in + o * out.
+struct Weights {
+  const void* data;
+  DType dtype;
+  int64_t first, offset, group, in, out;
+};
+// Of (K, groups, rows, columns), elements `strides` apart. Rows are the input channels, of dgrad (`transpose`) the output
+// channels; over a symmetric map dgrad takes the offsets from the last one on (`mirror`).
+inline Weights weights_of(const void* data, DType dtype, int64_t kernel_volume, const int64_t (&strides)[4],
+                          bool transpose, bool mirror) {
+  return {data,
+          dtype,
+          mirror ? (kernel_volume - 1) * strides[0] : 0,
+          mirror ? -strides[0] : strides[0],
+          strides[1],
+          strides[transpose ? 3 : 2],
+          strides[transpose ? 2 : 3]};
+}
+
 // The weights as the caller gave them, for those that the image does not hold (PackArgs).
 struct RawWeights {
-  const void* weight;
-  DType dtype;
-  bool transpose, mirror;
+  Weights of;
   const uint8_t* flags;  // [flag_bytes], 16-byte aligned: all zero where every weight is finite
   int flag_bytes;
 };
@@ -134,7 +152,7 @@ struct ConvArgs {
   const void* b;         // fprop: packed weight image (pack_weight). wgrad: dy (n_out, ldb), aligned as `a`
   int64_t ldb, b_group;  // wgrad only
   RawWeights raw;        // fprop
-  Channels channels;     // fprop: where the kernel reads `raw.weight` itself, the numbers that it makes of them
+  Channels channels;     // fprop: where the kernel reads `raw.of` itself, the numbers that it makes of them
   const void* bias;      // fprop: (groups * c_out) in the type of the sums, 16-byte aligned, or null
   Epilogue epilogue;     // fprop
   void* out;             // fprop: y (n_out, ldo), columns of a wider tensor too. wgrad: dW (K, groups, c_in, c_out)
@@ -151,7 +169,7 @@ struct KernelEntry {
   size_t (*workspace)(const ConvArgs&);                  // bytes of scratch; does not touch the device
   cudaError_t (*launch)(const ConvArgs&, cudaStream_t);  // enqueues everything on the stream, never synchronises
   int (*parts)(const ConvArgs&) = nullptr;  // fprop: CTAs that share an item. wgrad: partial sums of dW. Null: always 1
-  // fprop: whether the launch can read `raw.weight` itself and take `channels`: then `b`, `bias`, `epilogue.scale` may be
+  // fprop: whether the launch can read `raw.of` itself and take `channels`: then `b`, `bias`, `epilogue.scale` may be
   // null. Null: never
   bool (*reads_weights)(const ConvArgs&) = nullptr;
 };
@@ -171,15 +189,12 @@ cudaError_t store_zero_sums(const ConvArgs&, DType sums, cudaStream_t);
 // A weight that is not finite in `input` type is not in the image of an MMA kernel but left to conv/nonfinite.cuh: the
 // rows of zeros that stand for missing neighbours would turn it into NaN. SIMT kernels' images (k = 1) hold all.
 struct PackArgs {
-  const void* weight;  // (K, groups, rows, cols) contiguous, `weight_dtype`; fprop: rows = c_in, cols = c_out
-  DType weight_dtype;  // converted to `input` with round to nearest
+  Weights weights;  // converted to `input` with round to nearest
   DType input;
   void* image;
   uint8_t* flags;  // [pack_flag_bytes], what RawWeights::flags takes
   int kernel_volume, groups;
   int c_in, c_out;  // of the convolution that will run (after transposition)
-  bool transpose;   // weight is stored (K, groups, c_out, c_in): dgrad
-  bool mirror;      // image offset k takes weight offset K-1-k: dgrad of a symmetric map
   int n, k;         // config.n, config.k
   Channels channels;
 };

@@ -67,22 +67,20 @@ struct PerChannels {
 // The weight image, its flags and the numbers of every channel, in one buffer.
 struct Packed {
   PackArgs pack{};
-  Tensor weight, bias, scale, shift, mean, var, buffer;
+  Tensor bias, scale, shift, mean, var, buffer;
   size_t image, flags, numbers;  // bytes of each; `numbers` of one of the two arrays
   bool summand, factor;          // which there are
 
-  Packed(const Shape& s, const Tensor& given, const PerChannels& c, const TileConfig& config, bool transpose,
-         bool mirror)
-      : weight(given.contiguous()) {
-    pack.weight = weight.data_ptr();
-    pack.weight_dtype = to_dtype(weight.scalar_type());
+  Packed(const Shape& s, const Tensor& weight, const PerChannels& c, const TileConfig& config, bool transpose,
+         bool mirror) {
+    const int64_t strides[4] = {weight.stride(0), weight.dim() == 4 ? weight.stride(1) : 0, weight.stride(-2),
+                                weight.stride(-1)};
+    pack.weights = weights_of(weight.data_ptr(), to_dtype(weight.scalar_type()), s.volume, strides, transpose, mirror);
     pack.input = config.input;
     pack.kernel_volume = static_cast<int>(s.volume);
     pack.groups = static_cast<int>(s.groups);
     pack.c_in = static_cast<int>(s.c_in);
     pack.c_out = static_cast<int>(s.c_out);
-    pack.transpose = transpose;
-    pack.mirror = mirror;
     pack.n = config.n;
     pack.k = config.k;
     const auto number = [](const OptTensor& t, Tensor& owner) -> PerChannel {
@@ -145,7 +143,7 @@ Tensor run_conv(const Shape& s, const Tensor& x, const Tensor& weight, const Per
   if (n_out == 0) return y;
   ConvArgs args{};
   args.sm_count = on.info.sm_count;
-  args.raw = {packed.pack.weight, packed.pack.weight_dtype, packed.pack.transpose, packed.pack.mirror, nullptr, 0};
+  args.raw = {packed.pack.weights, nullptr, 0};
   const Tensor residual = then.residual.has_value() ? dense_rows(*then.residual) : Tensor();
   if (residual.defined()) {
     args.epilogue.residual = residual.data_ptr();

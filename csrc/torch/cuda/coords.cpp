@@ -13,7 +13,7 @@ namespace {
 
 using IndexResult = std::tuple<Tensor, Tensor, Ints>;
 using DeriveResult = std::tuple<Tensor, Tensor, Tensor, int64_t, bool>;
-using PlanResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t>;
+using PlanResult = std::tuple<std::vector<Tensor>, Tensor, int64_t>;
 
 // One allocation for several tensors: offsets of its parts in units of 4 bytes, each part 256-byte aligned.
 struct Parts {
@@ -86,10 +86,12 @@ IndexResult index_coords_cuda(const Tensor& coords, const Ints& bounds) {
     return {order, brick_table(on, coords, order, -1), {}};
   }
   const int64_t n = coords.size(0);
-  const Tensor stats = empty_struct<SurveyStats>(on), scratch = on.scratch(survey_workspace(n));
-  check_cuda(survey_coords(data<int>(coords), n, data<SurveyStats>(stats), scratch.data_ptr(), on.stream),
-             "survey_coords", on.device);
-  const auto survey = read_back(on, data<SurveyStats>(stats));
+  constexpr size_t kStatsBytes = (sizeof(SurveyStats) + 255) / 256 * 256;
+  const Tensor scratch = on.scratch(kStatsBytes + survey_workspace(n));
+  auto* const stats = static_cast<SurveyStats*>(scratch.data_ptr());
+  void* const workspace = data<char>(scratch) + kStatsBytes;
+  check_cuda(survey_coords(data<int>(coords), n, stats, workspace, on.stream), "survey_coords", on.device);
+  const auto survey = read_back(on, stats);
   CoordStats found = survey.coords;
   Tensor order, table;
   if (survey_holds(survey, n)) {
@@ -99,8 +101,8 @@ IndexResult index_coords_cuda(const Tensor& coords, const Ints& bounds) {
     const Tensor index = on.empty({parts.total}, at::kInt);
     order = part_of(index, order_at, {n});
     table = part_of(index, table_at, {capacity, 4});
-    check_cuda(index_survey(survey, data<int>(coords), n, scratch.data_ptr(), data<int>(order), data<Brick>(table),
-                            capacity, on.stream),
+    check_cuda(index_survey(survey, data<int>(coords), n, workspace, data<int>(order), data<Brick>(table), capacity,
+                            on.stream),
                "index_survey", on.device);
   } else if (found.bad_row < 0) {
     const Tensor again = empty_struct<CoordStats>(on);
@@ -399,22 +401,50 @@ void copy_sets(const Tensor& out_coords, const Tensor& out_order, const Tensor& 
   args.in_order = data<int>(in_order);
 }
 
-// The tensors of a plan whose sizes follow from the number of outputs.
-struct TileTensors {
-  Tensor order, schedule, local;
+// The tensors of a plan, in allocations that they share.
+struct PlanTensors {
+  Tensor order, schedule, passes, frag, uniq, local;
 
-  TileTensors(const Launch& on, PlanArgs& args) {
+  // Those whose sizes follow from the number of outputs, ...
+  struct Tiles {
+    int64_t order, schedule, local;
+    Tiles(Parts& parts, const PlanArgs& args)
+        : order(parts.add(tiles_of(args) * kTileM)),
+          schedule(parts.add(2 * tiles_of(args) * 4)),
+          local(parts.add(tiles_of(args) * volume_of(args) * kTileM / 2)) {}
+  };
+  // ... and those of so many passes.
+  struct Passes {
+    int64_t count, passes, frag, uniq;
+    Passes(Parts& parts, const PlanArgs& args, int64_t count)
+        : count(count),
+          passes(parts.add(count * 4)),
+          frag(parts.add(count * kFrags)),
+          uniq(parts.add(args.uniq4_capacity * 4)) {}
+  };
+
+  void put(const Tensor& whole, const Tiles& at, PlanArgs& args) {
     const int64_t tiles = tiles_of(args);
-    Parts fixed;
-    const int64_t order_at = fixed.add(tiles * kTileM), schedule_at = fixed.add(2 * tiles * 4);
-    const Tensor parts = on.empty({fixed.total}, at::kInt);
-    order = part_of(parts, order_at, {tiles * kTileM});
-    schedule = part_of(parts, schedule_at, {2, tiles, 4});
-    local = on.empty({tiles, volume_of(args), kTileM}, at::kShort);
+    order = part_of(whole, at.order, {tiles * kTileM});
+    schedule = part_of(whole, at.schedule, {2, tiles, 4});
+    local = part_of(whole, at.local, {tiles, volume_of(args), kTileM}, at::kShort);
     args.order = data<int>(order);
     args.schedule = data<ScheduledTile>(schedule);
     args.local = data<uint16_t>(local);
-    args.sm_count = on.info.sm_count;
+  }
+
+  void put(const Tensor& whole, const Passes& at, PlanArgs& args) {
+    passes = part_of(whole, at.passes, {at.count, 4});
+    frag = part_of(whole, at.frag, {at.count, kFrags});
+    uniq = part_of(whole, at.uniq, {args.uniq4_capacity * 4});
+    args.passes = data<Pass>(passes);
+    args.frag = data<uint32_t>(frag);
+    args.uniq = data<int>(uniq);
+  }
+
+  // As the ops take them: the last, which is empty, tells by its shape alone between how many rows the map leads.
+  std::vector<Tensor> as_map(int64_t n_in, int64_t n_out) const {
+    return {order, schedule, passes, frag, uniq, local, part_of(order, 0, {0, n_in, n_out})};
   }
 };
 
@@ -431,10 +461,10 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> plan_room_cuda(int64_t n_out, int
   return {args.pass_capacity, args.uniq4_capacity, most_passes, most_uniq4};
 }
 
-// Rows and pairs of a plan are counted on the device. Where bounds are known that take no more room than the usual guess,
-// the count is not read back: `stats` is left on the device, the last result is -1, and passes, frag and uniq end in
-// unused room. Else it is, and they are cut to what is used. A strided layer has waited for its coordinates already: its
-// bounds may take kStridedRoom times the guess (3x3x3 at stride 2: up to 3.5 times, 37 bytes a row of the larger side).
+// Rows and pairs of a plan are counted on the device. Where bounds are known that take no more room than kLittleRoom or the
+// usual guess, the count is not read back: `stats` is left on the device, the last result is -1, and passes, frag and uniq
+// end in unused room. Else it is, and they are cut to what is used. A strided layer has waited for its coordinates already:
+// its bounds may take kStridedRoom times the guess (3x3x3 at stride 2: up to 3.5 times, 37 bytes a row of the larger side).
 PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, const Tensor& bricks,
                            const Tensor& in_order, const Ints& size, const Ints& start, const Ints& step,
                            const Ints& mul, const Ints& div) {
@@ -443,7 +473,7 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
   copy_rule(size, start, step, mul, div, args);
   const NormalTensors normal;
   const Launch on(out_coords.device());
-  const auto [order, schedule, local] = TileTensors(on, args);
+  args.sm_count = on.info.sm_count;
   usual_room(args);
   constexpr int64_t kPassBytes = sizeof(Pass) + kFrags * sizeof(uint32_t);
   const auto bytes = [](int64_t passes, int64_t uniq4) {
@@ -451,50 +481,54 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
   };
   int64_t most_passes, most_uniq4;
   plan_bounds(args, &most_passes, &most_uniq4);
-  constexpr int64_t kStridedRoom = 4;
+  constexpr int64_t kLittleRoom = 1 << 20, kStridedRoom = 4;
   const auto is_one = [](const Ints& steps) { return steps[0] == 1 && steps[1] == 1 && steps[2] == 1; };
-  const int64_t room = is_one(mul) && is_one(div) ? 1 : kStridedRoom;
-  const bool certain = bytes(most_passes, most_uniq4) <= room * bytes(args.pass_capacity, args.uniq4_capacity);
+  const int64_t room = (is_one(mul) && is_one(div) ? 1 : kStridedRoom) * bytes(args.pass_capacity, args.uniq4_capacity);
+  const bool certain = bytes(most_passes, most_uniq4) <= std::max(room, kLittleRoom);
   if (certain) {
     args.pass_capacity = most_passes;
     args.uniq4_capacity = most_uniq4;
   }
   constexpr int64_t kStats = sizeof(PlanStats) / sizeof(int64_t), kTold = 3;  // the last is the kernels' own
-  Tensor passes, frag, uniq, stats;
+  PlanTensors plan;
+  Tensor stats;
+  Parts parts;
+  const PlanTensors::Tiles tiles(parts, args);
+  if (!certain) {  // what is cut shares no allocation with what is not
+    plan.put(on.empty({parts.total}, at::kInt), tiles, args);
+    parts = {};
+  }
   const auto build = [&] {
-    Parts sized;
-    const int64_t stats_at = sized.add(2 * kStats), passes_at = sized.add(args.pass_capacity * 4);
-    const int64_t frag_at = sized.add(args.pass_capacity * kFrags), uniq_at = sized.add(args.uniq4_capacity * 4);
-    const Tensor pass_parts = on.empty({sized.total}, at::kInt);
-    stats = part_of(pass_parts, stats_at, {kTold}, at::kLong);
-    passes = part_of(pass_parts, passes_at, {args.pass_capacity, 4});
-    frag = part_of(pass_parts, frag_at, {args.pass_capacity, kFrags});
-    uniq = part_of(pass_parts, uniq_at, {args.uniq4_capacity * 4});
+    const int64_t stats_at = parts.add(2 * kStats);
+    const PlanTensors::Passes passes(parts, args, args.pass_capacity);
+    const Tensor whole = on.empty({parts.total}, at::kInt);
+    if (certain) plan.put(whole, tiles, args);
+    plan.put(whole, passes, args);
+    stats = part_of(whole, stats_at, {kTold}, at::kLong);
     args.stats = data<PlanStats>(stats);
-    args.passes = data<Pass>(passes);
-    args.frag = data<uint32_t>(frag);
-    args.uniq = data<int>(uniq);
     check_cuda(build_plan(args, on.stream), "build_plan", on.device);
   };
   build();
-  if (certain) return {order, schedule, passes, frag, uniq, local, stats, -1};
+  if (certain) return {plan.as_map(args.n_in, args.n_out), stats, -1};
   const PlanStats found = read_back(on, args.stats);
   if (found.passes > args.pass_capacity || found.uniq4 > args.uniq4_capacity) {
     args.pass_capacity = found.passes;
     args.uniq4_capacity = found.uniq4;
+    parts = {};
     build();
   }
   const int64_t unused = bytes(args.pass_capacity - found.passes, args.uniq4_capacity - found.uniq4);
-  const auto held = static_cast<int64_t>(local.nbytes()) + bytes(args.pass_capacity, args.uniq4_capacity);
+  const auto held = static_cast<int64_t>(plan.local.nbytes()) + bytes(args.pass_capacity, args.uniq4_capacity);
   const bool copy = unused > held / 8;
-  const auto cut = [copy](const Tensor& t, int64_t used) {
-    if (copy) return t.narrow(0, 0, used).clone();
+  const auto cut = [copy](Tensor& t, int64_t used) {
     auto sizes = t.sizes().vec();
     sizes[0] = used;
-    return part_of(t, t.storage_offset(), sizes);
+    t = copy ? t.narrow(0, 0, used).clone() : part_of(t, t.storage_offset(), sizes);
   };
-  return {order, schedule,   cut(passes, found.passes), cut(frag, found.passes), cut(uniq, found.uniq4 * 4), local,
-          stats, found.pairs};
+  cut(plan.passes, found.passes);
+  cut(plan.frag, found.passes);
+  cut(plan.uniq, found.uniq4 * 4);
+  return {plan.as_map(args.n_in, args.n_out), stats, found.pairs};
 }
 
 using SizedPlan = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -531,18 +565,15 @@ std::vector<SizedPlan> plans_sized_cuda(const std::vector<Tensor>& out_coords, c
     args.out_count = sized_count("out_count", out_count[i], out_coords[i]);
     args.stats = reinterpret_cast<PlanStats*>(data<int64_t>(status) + 4 * i);
     args.compact = compact;
-    const auto [order, schedule, local] = TileTensors(on, args);
-    const int64_t most = args.pass_capacity + empty_passes(static_cast<int>(volume_of(args)));
-    Parts sized;
-    const int64_t passes_at = sized.add(most * 4), frag_at = sized.add(most * kFrags);
-    const int64_t uniq_at = sized.add(args.uniq4_capacity * 4);
-    const Tensor parts = on.empty({sized.total}, at::kInt), passes = part_of(parts, passes_at, {most, 4});
-    const Tensor frag = part_of(parts, frag_at, {most, kFrags});
-    const Tensor uniq = part_of(parts, uniq_at, {args.uniq4_capacity * 4});
-    args.passes = data<Pass>(passes);
-    args.frag = data<uint32_t>(frag);
-    args.uniq = data<int>(uniq);
-    made.emplace_back(order, schedule, passes, frag, uniq, local);
+    args.sm_count = on.info.sm_count;
+    Parts parts;
+    const PlanTensors::Tiles tiles(parts, args);
+    const PlanTensors::Passes passes(parts, args, args.pass_capacity + empty_passes(static_cast<int>(volume_of(args))));
+    const Tensor whole = on.empty({parts.total}, at::kInt);
+    PlanTensors plan;
+    plan.put(whole, tiles, args);
+    plan.put(whole, passes, args);
+    made.emplace_back(plan.order, plan.schedule, plan.passes, plan.frag, plan.uniq, plan.local);
   }
   check_cuda(build_plans(plans.data(), static_cast<int>(count), on.stream), "build_plans", on.device);
   return made;

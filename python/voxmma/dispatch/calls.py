@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ def call(
             return _outside(config, x, weight, bias, coords, then)
     if known is None:  # else operands like these have been checked
         fp16_accum_flag(config.use_fp16_accum, config.accumulator)
-        _check_operands(x, weight, bias, config.volume, config.groups)
+        _check_operands(x, _kernel(config, weight), bias, config.volume, config.groups)
     if x._coord_set.repeated is not None:
         key, x = None, x.sites()
     if kernel_map is None and not torch.compiler.is_compiling():
@@ -83,6 +84,8 @@ def call(
     mapping, out, stride = resolve_map(x, config, coords, kernel_map)
     if config.transposed and mapping.symmetric:
         key = None
+        if config.stored:
+            config, weight = replace(config, stored=False), _kernel(config, weight)
         weight = weight.flip(0)  # the opposite direction of a symmetric map is the map with mirrored offsets
     dtype = _compute_dtype(config, x.feats, weight, bias) if known is None else known.dtype
     made = _convolve(config, x.feats, weight, bias, mapping, dtype, place, then)
@@ -104,6 +107,16 @@ def _outside(
 ) -> Voxels:
     """A call between two graphs of torch.compile, so that it traces no cache and no bookkeeping."""
     return call(config, x, weight, bias, coords=coords, then=then)
+
+
+def _kernel(config: ConvConfig, weight: Tensor) -> Tensor:
+    """The weight as (K, C_in, C_out), or grouped: a view."""
+    return weight.flatten(1, -2).permute(1, 2, 0) if config.stored else weight
+
+
+def _channels(config: ConvConfig, weight: Tensor) -> int:
+    """Output channels over all groups."""
+    return weight.shape[0] if config.stored else weight.shape[-1] * config.groups
 
 
 # ---- its operands ------------------------------------------------------------------------------------------
@@ -223,10 +236,10 @@ def _decision(
 ) -> _Decision:
     """The decision for a call that computes in `dtype`; kept where it has a `place`."""
     if place is None:
-        return _decide(config, weight, device, dtype)
+        return _decide(config, _kernel(config, weight), device, dtype)
     found = _decided.get(place)
     if found is None or not found.holds():
-        found = _decide(config, weight, device, dtype)
+        found = _decide(config, _kernel(config, weight), device, dtype)
         if len(_decided) >= 4096:
             _decided.clear()
         _decided[place] = found
@@ -333,6 +346,7 @@ class Repeat(NamedTuple):
     layers link.
     """
 
+    config: ConvConfig
     core: MapCore
     reverse: bool
     decision: _Decision
@@ -365,17 +379,20 @@ class Repeat(NamedTuple):
             feats = feats.to(self.dtype)
         applied: tuple[str, ...] = ()
         if self.prepared is None or has_torch_function((feats, weight, bias)):
-            y = _launch(self.op, (feats, weight, bias, *self.operands))
+            y = _launch(self.op, (feats, _kernel(self.config, weight), bias, *self.operands))
         elif then is None:
             y = self.prepared(feats, weight, bias)
-        elif not observed() and then.fits(feats, weight, bias, self.record.out_dtype, out):
+        elif not observed() and then.fits(
+            feats, weight, bias, self.record.out_dtype, out, _channels(self.config, weight)
+        ):
             y, applied = then.run(self.prepared, feats, weight, bias), then.names()
         else:
             y = self.prepared(feats, weight, bias)
         if listening():
             notify(self.record)
         if observed():
-            observe(feats, weight, bias, KernelMap(coords, out, self.core, self.reverse), y, self.record)
+            mapping = KernelMap(coords, out, self.core, self.reverse)
+            observe(feats, _kernel(self.config, weight), bias, mapping, y, self.record)
         stride = x._stride if self.route is None else self.route.out_stride
         made = Voxels._make(out, y, stride, self.record, applied)
         return made if then is None or applied else then.apply(made)
@@ -409,14 +426,18 @@ def _keep(
             asks and finer_set(coords, config.stride) is out,
             config.geometry if told else None,
         )
-    dtype = made.record.compute_dtype
+    dtype, prepared = made.record.compute_dtype, made.prepared
+    if prepared is None and made.op is torch.ops.voxmma.conv:
+        make: Any = _C.PreparedConv  # mypy does not know how many operands there are
+        prepared = make(*made.operands, stored=config.stored)
     repeat = Repeat(
+        config,
         mapping.core,
         mapping.reverse,
         made.decision,
         made.op,
         made.operands,
-        _prepared(made),
+        prepared,
         None if x._feats.dtype == dtype else dtype,
         made.record,
         mapping.made,
@@ -425,11 +446,6 @@ def _keep(
     with coords._index.lock:
         coords.calls.pop(key, None)
         keep(coords.calls, key, repeat, _KEPT["calls"])
-
-
-def _prepared(made: _Result) -> _C.PreparedConv | None:
-    plain = made.op is torch.ops.voxmma.conv
-    return made.prepared or (_C.PreparedConv(*made.operands) if plain else None)
 
 
 def _drop(owner: weakref.ref[CoordSet], key: Key, target: weakref.ref[CoordSet]) -> None:
@@ -455,7 +471,7 @@ class _Result(NamedTuple):
     applied: tuple[str, ...] = ()
     """what the launch did besides, by name"""
     prepared: _C.PreparedConv | None = None
-    """the op with these operands, where it was made"""
+    """torch.ops.voxmma.conv with these operands, if it was that which ran"""
 
 
 def convolve(
@@ -504,23 +520,24 @@ def _convolve(
     over = mapping.tensors, opposite, mapping.out_coords.num, mapping.symmetric, False
     operands = (*over, ran, tile, dgrad_tile, wgrad_tile, written)
     applied: tuple[str, ...] = ()
-    parts = _parts(tile, weight, mapping, feats.device)
-    may = then is not None and not scaled and _may_fuse(x, weight, bias)
-    prepared = None
-    if may and then is not None and then.fits(x, weight, bias, written or compute_dtype, mapping.out_coords):
-        prepared = _C.PreparedConv(*operands)
+    channels = _channels(config, weight)
+    parts = _parts(tile, config, x.shape[1], channels, mapping, feats.device)
+    plain = not (scaled or torch.compiler.is_compiling() or has_torch_function((x, weight, bias)))
+    prepared = _C.PreparedConv(*operands, stored=config.stored) if plain else None
+    if prepared is None:
+        y = _launch(op, (x, _kernel(config, weight), bias, *operands))
+    elif (
+        then is not None
+        and not observed()
+        and then.fits(x, weight, bias, written or compute_dtype, mapping.out_coords, channels)
+    ):
         y, applied = then.run(prepared, x, weight, bias), then.names()
     else:
-        y = _launch(op, (x, weight, bias, *operands))
+        y = prepared(x, weight, bias)
     record = _record(config.layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
     notify(record)
-    observe(x, weight, bias, mapping, y, record)
+    observe(x, _kernel(config, weight) if observed() else weight, bias, mapping, y, record)
     return _Result(y, record, op, operands, decision, applied, prepared)
-
-
-def _may_fuse(*operands: Tensor | None) -> bool:
-    """Whether nobody has to see the convolution by itself: an observer, a compiler, a mode or a subclass."""
-    return not (observed() or torch.compiler.is_compiling() or has_torch_function(operands))
 
 
 def _launch(op: Callable[..., Tensor], operands: tuple[Any, ...]) -> Tensor:
@@ -577,15 +594,16 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _parts(tile: str, weight: Tensor, mapping: KernelMap, device: torch.device) -> int:
-    """`Record.parts` of a call. weight: (K, C_in, C_out) or (K, G, C_in, C_out)."""
+def _parts(
+    tile: str, config: ConvConfig, c_in: int, c_out: int, mapping: KernelMap, device: torch.device
+) -> int:
+    """`Record.parts` of a call of that many channels over all groups."""
     if device.type != "cuda":
         return 1
     if torch.compiler.is_compiling():
         return 0
     if mapping.out_coords.num == 0:
         return 1
-    volume, *_, c_in, c_out = weight.shape
-    groups = weight.shape[1] if weight.dim() == 4 else 1
-    sms = _multiprocessors(device)
-    return _C.tile_parts(tile, mapping.out_coords.num, volume, c_in, c_out, groups, sms)
+    groups, sms = config.groups, _multiprocessors(device)
+    channels = c_in // groups, c_out // groups
+    return _C.tile_parts(tile, mapping.out_coords.num, mapping.kernel_volume, *channels, groups, sms)

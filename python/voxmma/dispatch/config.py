@@ -103,6 +103,9 @@ class ConvConfig:
     outputs: str = "windows"
     map_key: str | None = None
     inverse_of: str | None = None
+    stored: bool = False
+    """whether weights are (C_out, *kernel_size, C_in), as torch and spconv store them; not with groups, nor
+    where torch.compile traces"""
     geometry: Geometry = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 

@@ -94,11 +94,11 @@ class Epilogue:
         bias: Tensor | None,
         dtype: torch.dtype,
         out: CoordSet,
+        channels: int,
     ) -> bool:
-        """Whether one call does what the layers would: dtypes are those that torch's batch norm takes, the
-        residual lies on the very coordinates of the result, and no gradient is asked for, but of a norm in
-        training, which needs two rows and a GPU."""
-        channels = weight.shape[-1] * (weight.shape[1] if weight.dim() == 4 else 1)
+        """Whether one call does what the layers would, with `channels` in the result: dtypes are those that
+        torch's batch norm takes, the residual lies on the very coordinates of the result, and no gradient is
+        asked for, but of a norm in training, which needs two rows and a GPU."""
         operands = [x, weight, bias]
         norm = self.norm
         if norm is not None:

@@ -49,11 +49,7 @@ def resolve_map(
         stride = made.stride
         _check_map(made, x, geometry, ("kernel_size",), transposed)
     elif given is None:
-        target = coords.coord_set if isinstance(coords, Voxels) else as_tensor(coords, "coords")
-        if isinstance(target, torch.Tensor):
-            target = CoordSet.of(target, x.batch_size)
-        if target is not None and not isinstance(target, CoordSet):
-            raise TypeError(f"coords must be a Voxels, a CoordSet or a tensor, got {type(coords).__name__}")
+        target = None if coords is None else _target(coords, x.batch_size)
         if config.padding is not None and target is None and stride == (1, 1, 1):
             check_window(geometry, config.generative)
         outputs = config.outputs, config.max_voxels, config.output_padding
@@ -72,6 +68,15 @@ def resolve_map(
         return made, made.out_coords, coords.stride
     a, b, c = (-(-t // s) if transposed else t * s for t, s in zip(x.stride, stride, strict=True))
     return made, made.out_coords, (a, b, c)
+
+
+def _target(coords: Target, batch_size: int) -> CoordSet:
+    target = coords.coord_set if isinstance(coords, Voxels) else as_tensor(coords, "coords")
+    if isinstance(target, torch.Tensor):
+        target = CoordSet.of(target, batch_size)
+    if not isinstance(target, CoordSet):
+        raise TypeError(f"coords must be a Voxels, a CoordSet or a tensor, got {type(coords).__name__}")
+    return target
 
 
 def _check_map(

@@ -104,7 +104,7 @@ def _sums(
     compute = sum_dtype(x.dtype)
     features = x.to(compute)
     # Rounded to x's type first, as the GPU does, then exact in the compute type.
-    weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:]).contiguous()
+    weights = weight.to(x.dtype).to(compute).reshape(volume, groups, *weight.shape[-2:])
     if tile == "cpu_tf32":
         features, weights = round_tf32(features), round_tf32(weights)
     if transpose:

@@ -21,7 +21,7 @@ from voxmma.sparse.coords import _KEPT, CoordSet
 from voxmma.sparse.cores import Direction, MapCore, core_between, held_sets
 from voxmma.sparse.derive import Derived
 from voxmma.sparse.geometry import Geometry
-from voxmma.sparse.sized import Plan, SizedSet, derive_sized, plans_sized
+from voxmma.sparse.sized import Plan, SizedSet, derive_sized, plan_room, plans_sized
 
 _SET_SLACK, _MAP_SLACK = 1.25, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'
 _MOST_GROWTH = 8  # of an input over the one before, from which rooms for it can be guessed
@@ -106,20 +106,29 @@ class Place:
         if outputs is None or outputs.root is not self.root:
             return
         how = core.geometry, reverse, core.flipped
-        n_in, n_out = made.tensors[-1].shape[1:]
-        passes, units = 0.0, 0.0
-        if len(made.tensors) > 4:
-            tiles = max(-(-n_out // _TILE), 1)
-            passes, units = len(made.tensors[2]) / tiles, len(made.tensors[4]) / 4 / max(n_in, n_out, 1)
         with self.asked.lock:
             for known in self.asked.maps:
                 here = known.inputs is self.site and known.outputs is outputs.site
                 if here and (known.geometry, known.reverse, known.flipped) == how:
-                    known.passes, known.units = _rate(known.passes, passes), _rate(known.units, units)
+                    if made.known:
+                        passes, units = _rates(core.geometry, reverse, made)
+                        known.passes, known.units = _rate(known.passes, passes), _rate(known.units, units)
                     known.taken = True
                     return
             if len(self.asked.maps) < _KEPT["maps"]:
-                self.asked.maps.append(Wanted(self.site, outputs.site, *how, passes, units))
+                rates = _rates(core.geometry, reverse, made)
+                self.asked.maps.append(Wanted(self.site, outputs.site, *how, *rates))
+
+
+def _rates(geometry: Geometry, reverse: bool, made: Direction) -> tuple[float, float]:
+    """Passes and units of a plan as in `Wanted`; what is usual where it has not told."""
+    if len(made.tensors) == 4:
+        return 0.0, 0.0  # a CPU's have none
+    n_in, n_out = made.tensors[-1].shape[1:]
+    passes, units = made.tensors[2].shape[0], made.tensors[4].shape[0] // 4
+    if not made.known and geometry.stride == (1, 1, 1):  # room for any plan
+        passes, units, *_ = plan_room(geometry, reverse, n_in, n_out)
+    return passes / max(-(-n_out // _TILE), 1), units / max(n_in, n_out, 1)
 
 
 #: By the weight of the layer that met a new set first; where that is a view, by what it is a view of.
@@ -133,11 +142,11 @@ def meet(coords: CoordSet, weight: torch.Tensor) -> None:
 
     Of several threads one makes it, and the others wait.
     """
-    if coords.place is not None or weight.device.type not in _DEVICES:
+    if coords.place is not None or not (weight.is_cuda or weight.device.type in _DEVICES):
         return
     if type(coords) is not CoordSet or coords.repeated is not None or held_sets.get() is not None:
         return  # sets of other kinds make what layers ask for themselves
-    rows = coords.num
+    rows = coords._coords.shape[0]
     if rows == 0:
         return
     if torch._C._are_functorch_transforms_active() or not _on_this_device(weight, coords):
@@ -152,7 +161,8 @@ def meet(coords: CoordSet, weight: torch.Tensor) -> None:
             if rows > _MOST_GROWTH * asked.rows:
                 asked.forget()
             asked.rows = rows
-            _drop_untaken(asked)
+            if len(asked.maps) >= _FEWEST:
+                _drop_untaken(asked)
             sites, wanted = list(asked.sites), list(asked.maps)
         if len(wanted) >= _FEWEST:
             try:
@@ -165,9 +175,8 @@ def meet(coords: CoordSet, weight: torch.Tensor) -> None:
 
 def _on_this_device(weight: torch.Tensor, coords: CoordSet) -> bool:
     """Whether tensors can be made on the set's device now."""
-    if coords.device.type != "cuda":
-        return True
-    return weight.is_cuda and not _capturing(coords.device.index)
+    rows = coords._coords
+    return not rows.is_cuda or (weight.is_cuda and not _capturing(rows.get_device()))
 
 
 def _drop_untaken(asked: Asked) -> None:

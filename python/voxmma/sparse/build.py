@@ -15,18 +15,18 @@ from voxmma.sparse.packing import COORD_MAX, COORD_MIN, pack_axis, pack_batch
 
 def build_cuda(in_coords: CoordSet, out_coords: CoordSet, geometry: Geometry, reverse: bool) -> Direction:
     """The tile plan; symmetry saves nothing there."""
-    in_order, hash_blocks = in_coords.hash_index()
-    out_order = in_order if out_coords is in_coords else out_coords.hash_index().order
-    *tensors, stats, pairs = _C.build_plan(
-        out_coords.coords, out_order, hash_blocks, in_order, *plan_rule(geometry, reverse)
+    in_order, hash_blocks = in_coords._hashed()
+    out_order = in_order if out_coords is in_coords else out_coords._hashed()[0]
+    (rows,) = out_coords._made.eager()
+    tensors, stats, pairs = _C.build_plan(
+        rows, out_order, hash_blocks, in_order, *plan_rule(geometry, reverse)
     )
-    tensors.append(size_tensor(in_coords._coords, out_coords._coords))
     return Direction(tensors, None, stats) if pairs < 0 else Direction(tensors, pairs)
 
 
 def size_tensor(in_coords: torch.Tensor, out_coords: torch.Tensor) -> torch.Tensor:
     """What tells the ops, by its shape alone, between how many rows a map leads."""
-    return _C.map_size(in_coords, len(in_coords), len(out_coords))
+    return _C.map_size(in_coords, in_coords.shape[0], out_coords.shape[0])
 
 
 def build_cpu(

@@ -45,7 +45,7 @@ class Made:
         self._versioned = self.tensors
         self._version = _C.write_count(self.tensors)
         first = self.tensors[0]  # a tree_map may put other things where the tensors were
-        if _raw_stream is not None and isinstance(first, torch.Tensor) and first.device.type == "cuda":
+        if _raw_stream is not None and isinstance(first, torch.Tensor) and first.is_cuda:
             self._index = first.device.index
             self._event = _C.StreamEvent.record(self._index) if beside is None else beside._event
             if self._event is None:
@@ -54,11 +54,14 @@ class Made:
 
     def get(self) -> tuple[torch.Tensor, ...]:
         """The tensors, for the current stream. RuntimeError when they have been written to."""
-        if not torch.compiler.is_compiling():
-            if _C.write_count(self._versioned) != self._version:
-                self.check()
-            if self._event is not None:
-                self.use()
+        return self.tensors if torch.compiler.is_compiling() else self.eager()
+
+    def eager(self) -> tuple[torch.Tensor, ...]:
+        """`get()` where nothing is compiled."""
+        if _C.write_count(self._versioned) != self._version:
+            self.check()
+        if self._event is not None:
+            self.use()
         return self.tensors
 
     def check(self) -> None:
@@ -107,6 +110,14 @@ def _captured(what: str) -> RuntimeError:
         "replay: run the layer once on these coordinates before the capture (and its backward, where "
         "that is captured, too)"
     )
+
+
+def normally(make: Callable[..., _V], *given: Any) -> _V:
+    """make(*given), which makes tensors of integers: no inference tensors, whoever asks."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return make(*given)
+    return make(*given)  # entering a mode takes longer than the rest of this
 
 
 def new_lock() -> contextlib.AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ import torch
 from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import Triple, as_tensor
-from voxmma.sparse.cached import Made, refuse_capture
+from voxmma.sparse.cached import Made, normally, refuse_capture
 from voxmma.sparse.checks import (
     check_batch_size,
     check_columns,
@@ -144,14 +144,7 @@ class CoordSet(Indexed):
         shape = check_spatial_shape(spatial_shape)
         if coords.is_cuda:
             refuse_capture("a coordinate set", coords.device)
-        with torch.inference_mode(False), torch.no_grad():
-            rows = narrow(coords)
-            index = _C.index_coords(rows) if coords.is_cuda else None  # first: one event for all of it
-            self._start(Made((rows,), _COORDS), batch_size or 0, spatial_shape=shape)
-            if index is None:
-                bad, duplicate, twin, largest_batch = self._index_cpu()
-            else:
-                bad, duplicate, twin, largest_batch = self._index_cuda(*index)
+        bad, duplicate, twin, largest_batch = normally(self._read, coords, batch_size or 0, shape)
         if bad >= 0:
             raise ValueError(explain_unpackable(bad, coords[bad].tolist()))
         if duplicate >= 0 and duplicates == "error":
@@ -164,6 +157,16 @@ class CoordSet(Indexed):
             self._check_inside()
         if duplicate >= 0:
             self._split()
+
+    def _read(self, coords: torch.Tensor, batch_size: int, shape: Triple | None) -> tuple[int, int, int, int]:
+        """Copies and indexes: bad row, duplicate row, its twin, largest batch index; -1 where none is."""
+        rows = narrow(coords)
+        if not coords.is_cuda:
+            self._start(Made((rows,), _COORDS), batch_size, spatial_shape=shape)
+            return self._index_cpu()
+        index = _C.index_coords(rows)  # first: one event for all of it
+        self._start(Made((rows,), _COORDS), batch_size, spatial_shape=shape)
+        return self._index_cuda(*index)
 
     def _start(
         self, made: Made, batch_size: int, index: _Index | None = None, spatial_shape: Triple | None = None

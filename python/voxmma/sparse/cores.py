@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import threading
 import weakref
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -42,13 +42,12 @@ class Direction:
         """why it was made before a layer asked for it"""
         self._num_pairs = num_pairs
         self._stats = stats
-        self._lock = contextlib.nullcontext() if stats is None else new_lock()
 
     @property
     def num_pairs(self) -> int:
         """Waits for the GPU, once, where they have not been read."""
         if self._num_pairs is None:
-            with self._lock:
+            with _SETTLING:
                 if self._num_pairs is None:
                     self._num_pairs = self._settle()
         return self._num_pairs
@@ -68,8 +67,16 @@ class Direction:
         self.made.get()
         return self.tensors
 
+    @property
+    def known(self) -> bool:
+        """Whether the tensors are as long as they are used."""
+        return self._num_pairs is not None
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Direction, (self.settled(), self.num_pairs)
+
+
+_SETTLING = threading.RLock()
 
 
 #: Sets that maps lead to from now on, while somebody wants them to live.

@@ -19,9 +19,10 @@ import torch
 from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import Triple, positive
-from voxmma.sparse.cached import keep, refuse_capture
+from voxmma.sparse.cached import Made, keep, refuse_capture
 from voxmma.sparse.coords import _KEPT, CoordSet
 from voxmma.sparse.finer import Finer
+from voxmma.sparse.index import _COORDS, _HASHED, _Index
 from voxmma.sparse.packing import COORD_MAX, COORD_MIN, Bounds, pack_axis, pack_batch, unpack
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def _make(source: CoordSet, key: Derived, limit: int) -> CoordSet:
     if source.sized:
         return source.derive(key)
     geometry = key.geometry
-    if source.device.type == "cuda":
+    if source._coords.is_cuda:
         refuse_capture(lambda: f"the output coordinates of a layer ({_kernel(geometry)})", source.device)
         made = _make_cuda(source, key, limit)
     else:
@@ -217,9 +218,9 @@ def _make_cuda(source: CoordSet, key: Derived, limit: int) -> CoordSet:
         raise _outside(key.geometry)
     if count > limit:
         raise _too_many(count, limit, source.num)
-    made = CoordSet.trusted(coords, source.batch_size, bounds, key.shape)
-    made._set_hashed(order, hash_blocks)
-    return made
+    index, kept = _Index(), Made((coords,), _COORDS)
+    index.hashed, index.bounds = Made((order, hash_blocks), _HASHED, kept), bounds
+    return CoordSet._of_parts(kept, source.batch_size, index, key.shape)
 
 
 def _make_cpu(source: CoordSet, key: Derived, limit: int) -> CoordSet:
@@ -232,16 +233,19 @@ def _make_cpu(source: CoordSet, key: Derived, limit: int) -> CoordSet:
 def reach(bounds: Bounds, geometry: Geometry, to_children: bool, shape: Triple | None = None) -> Bounds:
     """Bounds of the packable sites that voxels within `bounds` lead to, within `shape`."""
     low, high = [bounds[0]], [bounds[4]]
+    start, end = COORD_MIN, COORD_MAX
     for axis, (size, stride, dilation, padding) in enumerate(zip(*geometry, strict=True)):
-        first, last = bounds[1 + axis], bounds[5 + axis]
-        span = (size - 1) * dilation
+        first, last, span = bounds[1 + axis], bounds[5 + axis], (size - 1) * dilation
         if to_children:
             first, last = first * stride - padding, last * stride - padding + span
         else:
             first, last = -((span - padding - first) // stride), (last + padding) // stride
-        start, end = (COORD_MIN, COORD_MAX) if shape is None else (0, shape[axis] - 1)
-        low.append(min(max(first, start), end))
-        high.append(max(min(last, end), low[-1]))
+        if shape is not None:
+            start, end = 0, shape[axis] - 1
+        first = start if first < start else end if first > end else first  # each call makes this, and fast
+        last = end if last > end else last
+        low.append(first)
+        high.append(first if last < first else last)
     return (*low, *high)
 
 

@@ -55,10 +55,6 @@ def geometry_of(
     return Geometry(size, step, spread, pad)
 
 
-#: The same for plain ints: equal arguments of other types, such as True, must not find what 1 left.
-_cubic_geometry = functools.lru_cache(maxsize=256)(geometry_of)
-
-
 def padding_triple(padding: int | Sequence[int] | None, size: Triple, dilation: Triple) -> Triple:
     """`padding` per axis, or its default: (size // 2) * dilation for odd sizes, 0 for even ones."""
     if padding is not None:

@@ -32,7 +32,7 @@ class HashIndex(NamedTuple):
     """(slots, 4) int32 hash table of its 2x2x2 blocks"""
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class _Index:
     """What is derived from the coordinates alone, when first asked for. Shared by `Finer.get()`'s sets."""
 
@@ -161,6 +161,11 @@ class Indexed:
         if self.repeated is not None:
             raise ValueError("the voxels have duplicates (duplicates='keep'): merge them first")
         return HashIndex(*self._of_index("hashed", self._hash, _HASHED))
+
+    def _hashed(self) -> tuple[torch.Tensor, ...]:
+        """`hash_index()` where nothing is compiled and no row is repeated."""
+        made = self._index.hashed
+        return self.hash_index() if made is None else made.eager()
 
     def _hash(self) -> tuple[torch.Tensor, ...]:
         return _C.index_coords(self.coords, self.bounds)[:2]  # not indexed at construction: known to be valid

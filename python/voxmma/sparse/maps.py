@@ -8,6 +8,7 @@ is its own opposite with the offsets mirrored.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.cores import Direction, MapCore, core_between
 from voxmma.sparse.geometry import (
     Geometry,
-    _cubic_geometry,
     check_outputs,
     geometry_of,
     output_padding_triple,
@@ -167,7 +167,7 @@ class KernelMap:
                 return made
             if self.in_coords.sized or self.out_coords.sized:
                 made = self.in_coords.plan(self.out_coords, core.geometry, self.reverse)
-            elif self.device.type == "cuda":
+            elif self.in_coords._coords.is_cuda:
                 refuse_capture(self._what, self.device)
                 made = build_cuda(self.in_coords, self.out_coords, core.geometry, self.reverse)
             else:
@@ -283,11 +283,9 @@ class KernelMap:
                         if reverse not in moved.sides:
                             tensors = [tensor.to(owner.device) for tensor in source.settled()]
                             moved.sides[reverse] = Direction(tensors, source.num_pairs)
-        return KernelMap(inputs, outputs, moved, self.reverse)._built()
-
-    def _built(self) -> KernelMap:
-        self._found()
-        return self
+        made = KernelMap(inputs, outputs, moved, self.reverse)
+        made._found()
+        return made
 
     def free(self) -> None:
         """Releases both directions and uncaches the map. Autograd graphs that hold its tensors keep them."""
@@ -296,7 +294,8 @@ class KernelMap:
         core.sides.clear()
         if owner.maps.get(core.key) is core:
             del owner.maps[core.key]
-            owner.own.pop(core.geometry, None)
+        if owner.own.get(core.geometry) is core:
+            del owner.own[core.geometry]
         for coords in (self.in_coords, self.out_coords):  # calls hold the tensors, too
             for key in [key for key, call in tuple(coords.calls.items()) if call.core is core]:
                 coords.calls.pop(key, None)
@@ -387,7 +386,7 @@ def kernel_map(
 
     Sets made here are sorted by (batch, x, y, z), and made once for an input set and a kernel. On a GPU that
     reads back how many they are; building a map reads back how large its plan is, unless little room is
-    enough for any plan, as between a grid and its 2x2x2 blocks.
+    enough for any plan: 1 MiB, or no more than is usual, as between a grid and its 2x2x2 blocks.
 
     Args:
         in_coords: input coordinates (a Voxels stands for its coordinate set).
@@ -408,13 +407,31 @@ def kernel_map(
             being.
         RuntimeError: the coordinates are on a GPU and this build has no CUDA kernels.
     """
-    cubic = type(kernel_size) is type(dilation) is type(stride) is int and padding is None
-    make = _cubic_geometry if cubic and not torch.compiler.is_compiling() else geometry_of
-    geometry = make(kernel_size, dilation, stride, padding)
-    source, more = _coord_set(in_coords, "in_coords"), output_padding_triple(output_padding)
+    kernel = kernel_size, dilation, stride, padding
+    plain = type(kernel_size) is type(dilation) is type(stride) is type(output_padding) is int
+    if plain and padding is None and type(outputs) is str and not torch.compiler.is_compiling():
+        geometry, more = _cubic_arguments(*kernel, output_padding, outputs)
+    else:
+        geometry, more = _arguments(*kernel, output_padding, outputs)
+    source = _coord_set(in_coords, "in_coords")
     target = None if out_coords is None else _coord_set(out_coords, "out_coords")
-    rule = check_outputs(outputs), max_voxels, more
-    return map_over(source, geometry, target, transposed, generative, *rule)
+    return map_over(source, geometry, target, transposed, generative, outputs, max_voxels, more)
+
+
+def _arguments(
+    kernel_size: Any, dilation: Any, stride: Any, padding: Any, output_padding: Any, outputs: str
+) -> tuple[Geometry, Triple]:
+    """Arguments of `kernel_map`, checked."""
+    geometry, more = (
+        geometry_of(kernel_size, dilation, stride, padding),
+        output_padding_triple(output_padding),
+    )
+    check_outputs(outputs)
+    return geometry, more
+
+
+#: The same for plain ints: equal arguments of other types, such as True, must not find what 1 left.
+_cubic_arguments = functools.lru_cache(maxsize=256)(_arguments)
 
 
 def map_over(
@@ -428,29 +445,29 @@ def map_over(
     output_padding: Triple = (0, 0, 0),
 ) -> KernelMap:
     """`kernel_map` of arguments that have been checked."""
-    flipped = False  # cached on the set that the other one was made from
     source = source.sites
+    target, flipped = source, False  # cached on the set that the other one was made from
     if out_coords is not None:
         target = out_coords.sites
-    else:
+        if target is not source:
+            if not transposed and geometry.stride != (1, 1, 1):
+                target.remember(source, geometry)
+            if source.device != target.device:
+                raise ValueError(f"out_coords is on {target.device}, in_coords is on {source.device}")
+            if source.batch_size != target.batch_size:
+                raise ValueError(
+                    f"out_coords has {target.batch_size} samples, in_coords has {source.batch_size}"
+                )
+    elif generative or geometry.stride != (1, 1, 1):
         rule = outputs, max_voxels, output_padding
         target, flipped = made_from(source, geometry, transposed, generative, *rule)
-    if target is not source:
-        if out_coords is not None and not transposed and geometry.stride != (1, 1, 1):
-            target.remember(source, geometry)
-        if source.device != target.device:
-            raise ValueError(f"out_coords is on {target.device}, in_coords is on {source.device}")
-        if source.batch_size != target.batch_size:
-            raise ValueError(f"out_coords has {target.batch_size} samples, in_coords has {source.batch_size}")
-    fine, coarse = (target, source) if transposed else (source, target)
-    if torch.compiler.is_compiling() and target is source and not source.traced and geometry in source.own:
-        core = source.own[geometry]
-    else:
+    core = source.own.get(geometry) if target is source and not source.traced else None
+    if core is None:
+        fine, coarse = (target, source) if transposed else (source, target)
         core = core_between(fine, coarse, geometry, flipped)
-    made = KernelMap(source, target, core, transposed)
-    if made.symmetric:
-        made.reverse = False  # one direction serves both
-    return made._built()
+    made = KernelMap(source, target, core, transposed and not core.symmetric)  # one direction serves both
+    made._found()
+    return made
 
 
 def traceable(x: CoordSet, geometry: Geometry, elsewhere: bool = False) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from voxmma.compat.spconv.core import ConvAlgo, missing
-from voxmma.compat.spconv.pytorch.conv import _VOXELS_SEEN
+from voxmma.compat.spconv.pytorch.convolution import _VOXELS_SEEN
 from voxmma.compat.spconv.pytorch.core import _ONE, IndiceData, Places, SparseConvTensor, padded, sizes
 from voxmma.compat.spconv.pytorch.modules import SparseModule
 from voxmma.nn.functional import pool
@@ -73,12 +73,12 @@ class _Pool(SparseModule):
         x, geometry, places = input.voxels, self._geometry(), input._here()
         size, stride, dilation, padding = geometry
         window: dict[str, Any] = {"stride": stride, "dilation": dilation, "padding": padding}
-        over = kernel_map(x, size, generative=not self.subm, **window)
+        over = kernel_map(x, size, generative=not self.subm, **window) if stride == _ONE else None
         y = type(self)._pool(x, size, kernel_map=over, **window)
-        made = input.replace_feature(y.feats)
+        made = input.replace_feature(y._feats)
         if not self.subm:
-            made.spatial_shape = list(over.out_coords.spatial_shape or ())[: self.ndim]
-            made._places = Places(None, over.out_coords, made.spatial_shape, input.batch_size, self.ndim)
+            made.spatial_shape = list(y._coord_set.spatial_shape or ())[: self.ndim]
+            made._places = Places(None, y._coord_set, made.spatial_shape, input.batch_size, self.ndim)
         if self.indice_key is not None:
             data = IndiceData(places, made._places, geometry, self.subm, self.algo)
             made.indice_dict = {**input.indice_dict, self.indice_key: data}

@@ -283,9 +283,11 @@ class KernelMap:
                         if reverse not in moved.sides:
                             tensors = [tensor.to(owner.device) for tensor in source.settled()]
                             moved.sides[reverse] = Direction(tensors, source.num_pairs)
-        made = KernelMap(inputs, outputs, moved, self.reverse)
-        made._found()
-        return made
+        return KernelMap(inputs, outputs, moved, self.reverse)._built()
+
+    def _built(self) -> KernelMap:
+        self._found()
+        return self
 
     def free(self) -> None:
         """Releases both directions and uncaches the map. Autograd graphs that hold its tensors keep them."""
@@ -465,9 +467,7 @@ def map_over(
     if core is None:
         fine, coarse = (target, source) if transposed else (source, target)
         core = core_between(fine, coarse, geometry, flipped)
-    made = KernelMap(source, target, core, transposed and not core.symmetric)  # one direction serves both
-    made._found()
-    return made
+    return KernelMap(source, target, core, transposed and not core.symmetric)._built()  # one serves both
 
 
 def traceable(x: CoordSet, geometry: Geometry, elsewhere: bool = False) -> bool:

@@ -401,17 +401,15 @@ void copy_sets(const Tensor& out_coords, const Tensor& out_order, const Tensor& 
   args.in_order = data<int>(in_order);
 }
 
-// The tensors of a plan, in allocations that they share.
+// The tensors of a plan, in allocations that they share: but for `local`, since torch.save refuses storages of two dtypes.
 struct PlanTensors {
   Tensor order, schedule, passes, frag, uniq, local;
 
   // Those whose sizes follow from the number of outputs, ...
   struct Tiles {
-    int64_t order, schedule, local;
+    int64_t order, schedule;
     Tiles(Parts& parts, const PlanArgs& args)
-        : order(parts.add(tiles_of(args) * kTileM)),
-          schedule(parts.add(2 * tiles_of(args) * 4)),
-          local(parts.add(tiles_of(args) * volume_of(args) * kTileM / 2)) {}
+        : order(parts.add(tiles_of(args) * kTileM)), schedule(parts.add(2 * tiles_of(args) * 4)) {}
   };
   // ... and those of so many passes.
   struct Passes {
@@ -423,11 +421,11 @@ struct PlanTensors {
           uniq(parts.add(args.uniq4_capacity * 4)) {}
   };
 
-  void put(const Tensor& whole, const Tiles& at, PlanArgs& args) {
+  void put(const Launch& on, const Tensor& whole, const Tiles& at, PlanArgs& args) {
     const int64_t tiles = tiles_of(args);
     order = part_of(whole, at.order, {tiles * kTileM});
     schedule = part_of(whole, at.schedule, {2, tiles, 4});
-    local = part_of(whole, at.local, {tiles, volume_of(args), kTileM}, at::kShort);
+    local = on.empty({tiles, volume_of(args), kTileM}, at::kShort);
     args.order = data<int>(order);
     args.schedule = data<ScheduledTile>(schedule);
     args.local = data<uint16_t>(local);
@@ -495,14 +493,14 @@ PlanResult build_plan_cuda(const Tensor& out_coords, const Tensor& out_order, co
   Parts parts;
   const PlanTensors::Tiles tiles(parts, args);
   if (!certain) {  // what is cut shares no allocation with what is not
-    plan.put(on.empty({parts.total}, at::kInt), tiles, args);
+    plan.put(on, on.empty({parts.total}, at::kInt), tiles, args);
     parts = {};
   }
   const auto build = [&] {
     const int64_t stats_at = parts.add(2 * kStats);
     const PlanTensors::Passes passes(parts, args, args.pass_capacity);
     const Tensor whole = on.empty({parts.total}, at::kInt);
-    if (certain) plan.put(whole, tiles, args);
+    if (certain) plan.put(on, whole, tiles, args);
     plan.put(whole, passes, args);
     stats = part_of(whole, stats_at, {kTold}, at::kLong);
     args.stats = data<PlanStats>(stats);
@@ -571,7 +569,7 @@ std::vector<SizedPlan> plans_sized_cuda(const std::vector<Tensor>& out_coords, c
     const PlanTensors::Passes passes(parts, args, args.pass_capacity + empty_passes(static_cast<int>(volume_of(args))));
     const Tensor whole = on.empty({parts.total}, at::kInt);
     PlanTensors plan;
-    plan.put(whole, tiles, args);
+    plan.put(on, whole, tiles, args);
     plan.put(whole, passes, args);
     made.emplace_back(plan.order, plan.schedule, plan.passes, plan.frag, plan.uniq, plan.local);
   }

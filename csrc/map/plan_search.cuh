@@ -94,7 +94,7 @@ __device__ __forceinline__ void for_neighbours(const P& p, int k_begin, int k_en
         }
       }
     }
-    int first[kProbes];  // rank of the brick's first voxel
+    int first[kProbes];            // rank of the brick's first voxel
     uint32_t masks = 0, rest = 0;  // cells that are voxels, and those to emit, 8 bits a brick
 #pragma unroll
     for (int u = 0; u < kProbes; ++u) {

@@ -120,11 +120,11 @@ struct Tile {
   const Shared& s;
   BlockShared& b;
   int tile, volume, t = threadIdx.x, lane = t % 32, warp = t / 32;
-  int row;                 // the caller's output row, of tile row t
-  int source;              // column of `neighbour` that belongs to tile row t
-  int colouring = 0;       // that of the tile
-  int passes = 0;          // so far
-  int pairs = 0;           // of tile row t
+  int row;                            // the caller's output row, of tile row t
+  int source;                         // column of `neighbour` that belongs to tile row t
+  int colouring = 0;                  // that of the tile
+  int passes = 0;                     // so far
+  int pairs = 0;                      // of tile row t
   int64_t uniq4 = 0, first_pass = 0;  // of thread 0: of a plan's only tile, and of any
 
   __device__ __forceinline__ Tile(const P& p_, const Shared& s_, BlockShared& b_, int tile_)

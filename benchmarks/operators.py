@@ -84,6 +84,7 @@ def measure_maps(coords: Tensor, clock: Clock) -> Row:
     def fresh(i: int) -> CoordSet:
         kept.clear()
         known.maps.clear()
+        known.own.clear()
         known.derived.clear()
         return known
 

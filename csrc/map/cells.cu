@@ -6,7 +6,6 @@
 #include "bricks.cuh"
 #include "cells.cuh"
 #include "grid.cuh"
-#include "scan.cuh"
 
 namespace voxmma {
 namespace {
@@ -47,31 +46,6 @@ __global__ void __launch_bounds__(kThreads) count_bits(const Cells cells) {
   };
   if (bricks) add(&cells.stats->bricks, total_bytes);
   if (!bricks) add(&cells.stats->count, total_bits);
-}
-
-__device__ __forceinline__ void empty_table(uint4* table, int64_t capacity) {
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < capacity; i += int64_t{gridDim.x} * kThreads) {
-    table[i] = make_uint4(~0u, kNoBrick, ~0u, ~0u);
-  }
-}
-
-// Writes the coordinates of a thread's four words of the first bitmap, from row `at` on; those from `room` on are dropped.
-__device__ __forceinline__ void write_rows(const Scan& scan, const CoordBox& box, uint32_t first_word, int at,
-                                           int64_t room, int4* coords) {
-  const uint32_t words[4] = {scan.words.x, scan.words.y, scan.words.z, scan.words.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    for (uint32_t rest = words[i]; rest != 0; rest &= rest - 1, ++at) {
-      uint32_t key = (first_word + i) * 32 + __popc((rest & (0u - rest)) - 1);
-      int v[4];
-#pragma unroll
-      for (int a = 3; a >= 0; --a) {
-        v[a] = static_cast<int>(key & ((1u << box.bits[a]) - 1)) + box.low[a];
-        key >>= box.bits[a];
-      }
-      if (at < room) coords[at] = make_int4(v[0], v[1], v[2], v[3]);
-    }
-  }
 }
 
 // Writes the rows of the first bitmap and the ranks of the second one's words, and empties the brick table.
@@ -140,13 +114,7 @@ __global__ void __launch_bounds__(kThreads)
   const CoordBox box = box_of(bounds, most);
   const int64_t step = int64_t(gridDim.x) * kThreads, n = rows.number();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
-    const int4 c = coords[i];
-    const auto cell = morton<uint32_t>(box, c);
-    const uint32_t word = cells.bricks[cell / 32];
-    const int rank = cells.ranks[cell / 32] + __popc(word & ((1u << cell % 32) - 1));
-    order[rank] = static_cast<int>(i);
-    const uint32_t mask = word >> (cell & 24) & 0xff;
-    if ((mask & ((1u << (cell & 7)) - 1)) == 0) insert_brick(table, capacity, brick_key(c), rank, mask);
+    index_row(cells.bricks, cells.ranks, box, i, coords[i], order, table, capacity);
   }
 }
 

@@ -1,10 +1,11 @@
-// The bitmaps of cells.cu, and how their workspace is laid out.
+// The bitmaps of cells.cu, how their workspace is laid out, and what becomes of their bits.
 #pragma once
 
 #include <cstddef>
 
 #include "bricks.cuh"
 #include "grid.cuh"
+#include "scan.cuh"
 
 namespace voxmma::detail {
 
@@ -47,6 +48,47 @@ static_assert(kWordsPerBlock * 32 == 1 << 15, "the fewest words are one block's"
 }  // namespace voxmma::detail
 
 namespace voxmma {
+namespace {
+
+using namespace detail;
+
+__device__ __forceinline__ void empty_table(uint4* table, int64_t capacity) {
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < capacity; i += int64_t{gridDim.x} * kThreads) {
+    table[i] = make_uint4(~0u, kNoBrick, ~0u, ~0u);
+  }
+}
+
+// Writes the coordinates of a thread's four words of the first bitmap, from row `at` on; those from `room` on are dropped.
+__device__ __forceinline__ void write_rows(const Scan& scan, const CoordBox& box, uint32_t first_word, int at,
+                                           int64_t room, int4* coords) {
+  const uint32_t words[4] = {scan.words.x, scan.words.y, scan.words.z, scan.words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    for (uint32_t rest = words[i]; rest != 0; rest &= rest - 1, ++at) {
+      uint32_t key = (first_word + i) * 32 + __popc((rest & (0u - rest)) - 1);
+      int v[4];
+#pragma unroll
+      for (int a = 3; a >= 0; --a) {
+        v[a] = static_cast<int>(key & ((1u << box.bits[a]) - 1)) + box.low[a];
+        key >>= box.bits[a];
+      }
+      if (at < room) coords[at] = make_int4(v[0], v[1], v[2], v[3]);
+    }
+  }
+}
+
+// Order and brick of row i at c.
+__device__ __forceinline__ void index_row(const uint32_t* bricks, const int* ranks, const CoordBox& box, int64_t i,
+                                          int4 c, int* order, Brick* table, uint32_t capacity) {
+  const auto cell = morton<uint32_t>(box, c);
+  const uint32_t word = bricks[cell / 32];
+  const int rank = ranks[cell / 32] + __popc(word & ((1u << cell % 32) - 1));
+  order[rank] = static_cast<int>(i);
+  const uint32_t mask = word >> (cell & 24) & 0xff;
+  if ((mask & ((1u << (cell & 7)) - 1)) == 0) insert_brick(table, capacity, brick_key(c), rank, mask);
+}
+
+}  // namespace
 
 // Writes extents and bad_row of `stats`, and zeros `cells` (or null).
 cudaError_t measure_coords(const int* coords, int64_t n, CoordStats* stats, CellStats* cells, cudaStream_t);

@@ -23,11 +23,7 @@ struct Divisor {
   int value, shift;  // -1: none
 
   Divisor() = default;
-  __host__ Divisor(int value_) : value(value_), shift(-1) {
-    for (int bits = 0; bits < 31; ++bits) {
-      if (value == 1 << bits) shift = bits;
-    }
-  }
+  __host__ Divisor(int value_) : value(value_), shift((value & (value - 1)) == 0 ? __builtin_ctz(value) : -1) {}
   __device__ __forceinline__ int floor(int v) const {
     if (shift >= 0) return v >> shift;
     const int quotient = v / value;
@@ -240,8 +236,29 @@ __global__ void tell_found(const ExpandStats* stats, int64_t room, CellStats* fo
   *made = stats->count <= room ? stats->count : 0;
 }
 
-// Sets the candidates' bits. The rows lie in the bounds that the box is around; what is not in it is called outside,
-// which keeps a wrong bound from writing elsewhere.
+// Sets the bits of candidates, one a thread and round. True where a site of this thread's is not in the box, which keeps a
+// wrong bound from writing elsewhere.
+__device__ __forceinline__ bool mark(const int4* coords, int64_t candidates, const Rule& rule, const CoordBox& box,
+                                     uint32_t* rows, uint32_t* bricks) {
+  bool outside = false;
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < candidates; i += step) {
+    int4 c;
+    if (!candidate(coords, rule, static_cast<uint32_t>(i), c)) continue;
+    uint32_t key;
+    const bool inside = site_key(box, c, true, key);
+    outside = outside || !inside;
+    if (!inside) continue;
+    uint32_t* word = rows + key / 32;
+    const uint32_t bit = 1u << (key % 32);
+    if ((*static_cast<volatile uint32_t*>(word) & bit) != 0 || (atomicOr(word, bit) & bit) != 0) continue;
+    const auto code = morton<uint32_t>(box, c);
+    atomicOr(bricks + code / 32, 1u << (code % 32));
+  }
+  return outside;
+}
+
+// The rows lie in the bounds that the box is around; what is not in it is called outside.
 __global__ void __launch_bounds__(kThreads)
     mark_candidates(const int4* coords, const Rows rows, const __grid_constant__ Rule rule, const int* row_bounds,
                     int* bounds, const Cells cells) {
@@ -258,22 +275,31 @@ __global__ void __launch_bounds__(kThreads)
       return;
     }
   }
-  bool outside = false;
-  const int64_t step = int64_t(gridDim.x) * kThreads;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < candidates; i += step) {
-    int4 c;
-    if (!candidate(coords, rule, static_cast<uint32_t>(i), c)) continue;
-    uint32_t key;
-    const bool inside = site_key(box, c, true, key);
-    outside = outside || !inside;
-    if (!inside) continue;
-    uint32_t* word = cells.rows + key / 32;
-    const uint32_t bit = 1u << (key % 32);
-    if ((*static_cast<volatile uint32_t*>(word) & bit) != 0 || (atomicOr(word, bit) & bit) != 0) continue;
-    const auto code = morton<uint32_t>(box, c);
-    atomicOr(cells.bricks + code / 32, 1u << (code % 32));
+  if (mark(coords, candidates, rule, box, cells.rows, cells.bricks)) cells.stats->outside = 1;
+}
+
+// Bitmaps, rows and index of a small set, by one block that keeps the bitmaps to itself.
+__global__ void __launch_bounds__(kThreads)
+    derive_few(const int4* coords, int candidates, const __grid_constant__ Rule rule, int4* made, int* order,
+               Brick* table, uint32_t capacity, CellStats* found) {
+  __shared__ uint4 rows[kThreads], bricks[kThreads];
+  __shared__ int4 ranks[kThreads];
+  const int t = threadIdx.x;
+  rows[t] = bricks[t] = make_uint4(0, 0, 0, 0);
+  empty_table(reinterpret_cast<uint4*>(table), capacity);
+  __syncthreads();
+  auto *const row_words = reinterpret_cast<uint32_t*>(rows), *const brick_words = reinterpret_cast<uint32_t*>(bricks);
+  const bool outside = mark(coords, candidates, rule, rule.box, row_words, brick_words);
+  const bool any_outside = __syncthreads_or(outside);
+  ranks[t] = ranks_of(scan_words(brick_words, 0), 0);
+  __syncthreads();
+  const Scan scan = scan_words(row_words, 0);
+  write_rows(scan, rule.box, 4 * t, scan.before, scan.all, made);
+  if (t == 0) *found = {scan.all, any_outside, 0};
+  __syncthreads();
+  for (int i = t; i < scan.all; i += kThreads) {
+    index_row(brick_words, reinterpret_cast<const int*>(ranks), rule.box, i, made[i], order, table, capacity);
   }
-  if (outside) cells.stats->outside = 1;
 }
 
 template <class Key>
@@ -367,6 +393,22 @@ cudaError_t expand_cells(const ExpandArgs& args, void* workspace, cudaStream_t s
   const Rows rows{args.n, args.count, args.begin};
   mark_candidates<<<blocks_for(expand_bound(args)), kThreads, 0, stream>>>(coords, rows, make_rule(args),
                                                                            args.row_bounds, args.bounds, cells);
+  return cudaGetLastError();
+}
+
+int64_t few_cells(const ExpandArgs& args) {
+  constexpr int64_t kMost = 16 * kThreads;  // candidates
+  const int64_t candidates = expand_bound(args), cells = int64_t{1} << std::min(bits_of(args.box), 16);
+  return candidates <= kMost && cells <= int64_t{kWordsPerBlock} * 32 ? std::min(candidates, cells) : 0;
+}
+
+cudaError_t derive_few_cells(const ExpandArgs& args, int* coords, int* order, Brick* table, int64_t capacity,
+                             CellStats* found, cudaStream_t stream) {
+  if (!valid(args) || few_cells(args) == 0 || capacity < kBucket || capacity > UINT_MAX) return cudaErrorInvalidValue;
+  const Rule rule = make_rule(args);
+  derive_few<<<1, kThreads, 0, stream>>>(
+      reinterpret_cast<const int4*>(args.coords), static_cast<int>(args.n) * rule.slots.value, rule,
+      reinterpret_cast<int4*>(coords), order, table, static_cast<uint32_t>(capacity), found);
   return cudaGetLastError();
 }
 

@@ -382,6 +382,12 @@ int64_t expand_capacity(int64_t keys);         // slots of a table for that many
 cudaError_t expand_coords(const ExpandArgs&, cudaStream_t);
 // The same into bitmaps: without table, keys and stats. Sets CellStats::outside.
 cudaError_t expand_cells(const ExpandArgs&, void* workspace, cudaStream_t);
+// All of it in one launch, for few candidates of a small box: coordinates sorted by (batch, x, y, z), row of each rank in
+// Morton order, hash table of bricks; `found` may be page-locked memory of the host. There is room for as many as few_cells
+// says: most sites that the rows lead to, 0 where they or the cells of the box, a cell_box(), are too many.
+int64_t few_cells(const ExpandArgs&);
+cudaError_t derive_few_cells(const ExpandArgs&, int* coords, int* order, Brick* table, int64_t capacity,
+                             CellStats* found, cudaStream_t);
 // Puts `count` distinct keys into an empty, larger table.
 cudaError_t rehash_keys(const CoordBox& box, const void* keys, int64_t count, void* table, int64_t capacity,
                         cudaStream_t);

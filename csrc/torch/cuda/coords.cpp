@@ -240,18 +240,38 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
   ExpandArgs args = expand_args(size, stride, dilation, padding, to_children, shape, bounds);
   const int64_t n = coords.size(0), rows = rows_at_a_time(args, piece);
 
-  const CoordBox cells_box = cell_box(args.box);
-  if (const auto bytes = cell_workspace(cells_box); n > 0 && bytes > 0) {
-    args.box = cells_box;
+  const auto refused = [&](const auto& found) { return found.outside != 0 || found.count > limit; };
+  const auto nothing = [&](const auto& found) -> DeriveResult {
+    const Tensor none = on.empty({0, 4}, at::kInt);
+    return {none, none, none, found.count, found.outside != 0};
+  };
+
+  ExpandArgs in_cells = args;
+  in_cells.box = cell_box(args.box);
+  in_cells.coords = data<int>(coords);
+  in_cells.n = n;
+  if (const int64_t most = few_cells(in_cells); most > 0 && rows >= n) {
+    const int64_t capacity = brick_capacity(most, -1);
+    Parts parts;
+    const int64_t order_at = parts.add(most), table_at = parts.add(4 * capacity);
+    const Tensor made = on.empty({most, 4}, at::kInt), index = on.empty({parts.total}, at::kInt);
+    const Tensor table = part_of(index, table_at, {capacity, 4});
+    const auto found = told<CellStats>(on, [&](CellStats* host) {
+      check_cuda(derive_few_cells(in_cells, data<int>(made), data<int>(index) + order_at, data<Brick>(table), capacity,
+                                  host, on.stream),
+                 "derive_few_cells", on.device);
+    });
+    if (refused(found)) return nothing(found);
+    return {part_of(made, 0, {found.count, 4}), part_of(index, order_at, {found.count}), table, found.count, false};
+  }
+  if (const auto bytes = cell_workspace(in_cells.box); n > 0 && bytes > 0) {
+    args.box = in_cells.box;
     const Tensor scratch = on.scratch(bytes);
     void* const cells = scratch.data_ptr();
     mark_cells(on, args, coords, rows, cells);
     check_cuda(count_cells(args.box, cells, on.stream), "count_cells", on.device);
     const CellStats found = read_back(on, cell_stats(args.box, cells));
-    if (found.outside != 0 || found.count > limit) {
-      const Tensor nothing = on.empty({0, 4}, at::kInt);
-      return {nothing, nothing, nothing, found.count, found.outside != 0};
-    }
+    if (refused(found)) return nothing(found);
     const int64_t capacity = brick_capacity(found.count, found.bricks);
     Parts parts;
     const int64_t order_at = parts.add(found.count), table_at = parts.add(4 * capacity);
@@ -272,7 +292,7 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
   check_cuda(set_bytes(args.stats, 0, sizeof(ExpandStats), on.stream), "cudaMemsetAsync", on.device);
   ExpandStats found{};
   Tensor keys = on.scratch(0), table;
-  for (int64_t begin = 0; begin < n && found.outside == 0 && found.count <= limit; begin += rows) {
+  for (int64_t begin = 0; begin < n && !refused(found); begin += rows) {
     args.coords = data<int>(coords) + 4 * begin;
     args.n = std::min(rows, n - begin);
     int64_t room = found.count + expand_bound(args);
@@ -292,10 +312,7 @@ DeriveResult derive_coords_cuda(const Tensor& coords, const Ints& size, const In
     check_cuda(expand_coords(args, on.stream), "expand_coords", on.device);
     found = read_back(on, args.stats);
   }
-  if (found.outside != 0 || found.count > limit) {
-    const Tensor nothing = on.empty({0, 4}, at::kInt);
-    return {nothing, nothing, nothing, found.count, found.outside != 0};
-  }
+  if (refused(found)) return nothing(found);
   const Tensor made = on.empty({found.count, 4}, at::kInt),
                scratch = on.scratch(unpack_workspace(args.box, found.count));
   check_cuda(

@@ -10,6 +10,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -63,9 +64,9 @@ void check_ints(const char* name, const Tensor& t, ScalarType dtype, int64_t col
 // Rows whose channels are adjacent, as they are or copied.
 Tensor dense_rows(const Tensor& x);
 
-// What a kernel found out, on the host. Waits.
+// What `tell` has the device write into page-locked memory. Waits.
 template <class T>
-T read_back(const Launch& on, const T* device) {
+T told(const Launch& on, const std::function<void(T*)>& tell) {
   static std::mutex mutex;
   static auto* const unused = new std::vector<Tensor>;  // page-locked; outlives the CUDA context, so never destroyed
   Tensor host;
@@ -77,13 +78,20 @@ T read_back(const Launch& on, const T* device) {
     }
   }
   if (!host.defined()) host = at::empty({sizeof(T)}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-  check_cuda(copy_to_host(host.data_ptr(), device, sizeof(T), on.stream), "cudaMemcpyAsync", on.device);
+  tell(data<T>(host));
   on.wait();
   T value;
   std::memcpy(&value, host.data_ptr(), sizeof(value));
   const std::lock_guard<std::mutex> lock(mutex);
   unused->push_back(std::move(host));
   return value;
+}
+
+// What a kernel found out, on the host. Waits.
+template <class T>
+T read_back(const Launch& on, const T* device) {
+  return told<T>(
+      on, [&](T* host) { check_cuda(copy_to_host(host, device, sizeof(T), on.stream), "cudaMemcpyAsync", on.device); });
 }
 
 template <class T>

@@ -6,6 +6,7 @@
 #include "bricks.cuh"
 #include "cells.cuh"
 #include "grid.cuh"
+#include "scan.cuh"
 
 namespace voxmma {
 namespace {
@@ -46,6 +47,19 @@ __global__ void __launch_bounds__(kThreads) count_bits(const Cells cells) {
   };
   if (bricks) add(&cells.stats->bricks, total_bytes);
   if (!bricks) add(&cells.stats->count, total_bits);
+}
+
+// Writes the coordinates of a thread's four words of the first bitmap, from row `at` on; those from `room` on are dropped.
+__device__ __forceinline__ void write_rows(const Scan& scan, const CoordBox& box, uint32_t first_word, int at,
+                                           int64_t room, int4* coords) {
+  const uint32_t words[4] = {scan.words.x, scan.words.y, scan.words.z, scan.words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    for (uint32_t rest = words[i]; rest != 0; rest &= rest - 1, ++at) {
+      const uint32_t key = (first_word + i) * 32 + __popc((rest & (0u - rest)) - 1);
+      if (at < room) coords[at] = cell_at(box, key);
+    }
+  }
 }
 
 // Writes the rows of the first bitmap and the ranks of the second one's words, and empties the brick table.

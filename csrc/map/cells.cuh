@@ -58,23 +58,14 @@ __device__ __forceinline__ void empty_table(uint4* table, int64_t capacity) {
   }
 }
 
-// Writes the coordinates of a thread's four words of the first bitmap, from row `at` on; those from `room` on are dropped.
-__device__ __forceinline__ void write_rows(const Scan& scan, const CoordBox& box, uint32_t first_word, int at,
-                                           int64_t room, int4* coords) {
-  const uint32_t words[4] = {scan.words.x, scan.words.y, scan.words.z, scan.words.w};
+__device__ __forceinline__ int4 cell_at(const CoordBox& box, uint32_t key) {
+  int v[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    for (uint32_t rest = words[i]; rest != 0; rest &= rest - 1, ++at) {
-      uint32_t key = (first_word + i) * 32 + __popc((rest & (0u - rest)) - 1);
-      int v[4];
-#pragma unroll
-      for (int a = 3; a >= 0; --a) {
-        v[a] = static_cast<int>(key & ((1u << box.bits[a]) - 1)) + box.low[a];
-        key >>= box.bits[a];
-      }
-      if (at < room) coords[at] = make_int4(v[0], v[1], v[2], v[3]);
-    }
+  for (int a = 3; a >= 0; --a) {
+    v[a] = static_cast<int>(key & ((1u << box.bits[a]) - 1)) + box.low[a];
+    key >>= box.bits[a];
   }
+  return make_int4(v[0], v[1], v[2], v[3]);
 }
 
 // Order and brick of row i at c.

@@ -278,27 +278,36 @@ __global__ void __launch_bounds__(kThreads)
   if (mark(coords, candidates, rule, box, cells.rows, cells.bricks)) cells.stats->outside = 1;
 }
 
+constexpr int kFewCandidates = 16 * kThreads;
+
 // Bitmaps, rows and index of a small set, by one block that keeps the bitmaps to itself.
 __global__ void __launch_bounds__(kThreads)
     derive_few(const int4* coords, int candidates, const __grid_constant__ Rule rule, int4* made, int* order,
                Brick* table, uint32_t capacity, CellStats* found) {
-  __shared__ uint4 rows[kThreads], bricks[kThreads];
-  __shared__ int4 ranks[kThreads];
-  const int t = threadIdx.x;
-  rows[t] = bricks[t] = make_uint4(0, 0, 0, 0);
+  __shared__ uint4 row_words[kThreads], brick_words[kThreads];
+  __shared__ int4 row_ranks[kThreads], brick_ranks[kThreads];
+  __shared__ uint16_t cell_of[kFewCandidates];  // each row's
+  auto *const rows = reinterpret_cast<uint32_t*>(row_words), *const bricks = reinterpret_cast<uint32_t*>(brick_words);
+  const int t = threadIdx.x, cells = 1 << total_bits(rule.box);
+  row_words[t] = brick_words[t] = make_uint4(0, 0, 0, 0);
   empty_table(reinterpret_cast<uint4*>(table), capacity);
   __syncthreads();
-  auto *const row_words = reinterpret_cast<uint32_t*>(rows), *const brick_words = reinterpret_cast<uint32_t*>(bricks);
-  const bool outside = mark(coords, candidates, rule, rule.box, row_words, brick_words);
-  const bool any_outside = __syncthreads_or(outside);
-  ranks[t] = ranks_of(scan_words(brick_words, 0), 0);
+  const bool outside = __syncthreads_or(mark(coords, candidates, rule, rule.box, rows, bricks));
+  brick_ranks[t] = ranks_of(scan_words(bricks, 0), 0);
   __syncthreads();
-  const Scan scan = scan_words(row_words, 0);
-  write_rows(scan, rule.box, 4 * t, scan.before, scan.all, made);
-  if (t == 0) *found = {scan.all, any_outside, 0};
+  const Scan scan = scan_words(rows, 0);
+  row_ranks[t] = ranks_of(scan, 0);
+  if (t == 0) *found = {scan.all, outside, 0};
+  __syncthreads();
+  for (int cell = t; cell < cells; cell += kThreads) {
+    const uint32_t word = rows[cell / 32], bit = 1u << (cell % 32);
+    const int before = reinterpret_cast<const int*>(row_ranks)[cell / 32] + __popc(word & (bit - 1));
+    if ((word & bit) != 0) cell_of[before] = static_cast<uint16_t>(cell);
+  }
   __syncthreads();
   for (int i = t; i < scan.all; i += kThreads) {
-    index_row(brick_words, reinterpret_cast<const int*>(ranks), rule.box, i, made[i], order, table, capacity);
+    const int4 c = made[i] = cell_at(rule.box, cell_of[i]);
+    index_row(bricks, reinterpret_cast<const int*>(brick_ranks), rule.box, i, c, order, table, capacity);
   }
 }
 
@@ -397,9 +406,8 @@ cudaError_t expand_cells(const ExpandArgs& args, void* workspace, cudaStream_t s
 }
 
 int64_t few_cells(const ExpandArgs& args) {
-  constexpr int64_t kMost = 16 * kThreads;  // candidates
   const int64_t candidates = expand_bound(args), cells = int64_t{1} << std::min(bits_of(args.box), 16);
-  return candidates <= kMost && cells <= int64_t{kWordsPerBlock} * 32 ? std::min(candidates, cells) : 0;
+  return candidates <= kFewCandidates && cells <= int64_t{kWordsPerBlock} * 32 ? std::min(candidates, cells) : 0;
 }
 
 cudaError_t derive_few_cells(const ExpandArgs& args, int* coords, int* order, Brick* table, int64_t capacity,

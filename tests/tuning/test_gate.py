@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -338,6 +339,31 @@ def test_fault_63_a_refusal_after_a_cut_line_counts(
     validation.keep(refused, CPU)
     with pytest.warns(UserWarning, match="1 damaged line"):
         assert validation.on_record("tile", CPU) == refused
+
+
+def test_repeated_calls_look_at_the_file_at_intervals(
+    cache: Path, owners: Callable[[store.Owner | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now))
+    before = validation.stamp()
+    validation.keep(decide(), CPU)
+    own = validation.stamp(recent=True)
+    assert own != before  # at once
+    with cache.open("a") as file:
+        file.write("another process was here\n")
+    now = 0.9 * store.LOOK_SECONDS
+    assert validation.stamp(recent=True) == own
+    now = store.LOOK_SECONDS
+    theirs = validation.stamp(recent=True)
+    assert theirs == validation.stamp() != own
+    with cache.open("a") as file:
+        file.write("and again\n")
+    assert validation.stamp(recent=True) == theirs
+    newest = validation.stamp()  # a new decision looks
+    assert newest == validation.stamp(recent=True) != theirs
+    assert measurements.forget() == 2
+    assert validation.stamp(recent=True) not in (newest, theirs)
 
 
 def test_times_and_verdicts_share_a_file(cache: Path, owners: Callable[[store.Owner | None], None]) -> None:

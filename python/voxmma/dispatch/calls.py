@@ -219,7 +219,7 @@ class _Decision(NamedTuple):
             self.runtime is runtime
             and self.environment is environment
             and self.tuned == measurements.generation()
-            and (self.gate is None or self.gate == validation.stamp())
+            and (self.gate is None or self.gate == validation.stamp(recent=True))
             and (self.switches is None or self.switches == torchflags.process_fp32_precision())
         )
 

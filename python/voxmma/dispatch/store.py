@@ -32,6 +32,8 @@ FORMAT = 2
 MAX_BYTES = 64 << 20
 #: Seconds that a writer waits for the others.
 LOCK_SECONDS = 5.0
+#: Seconds after which calls that are repeated look whether the file has changed.
+LOOK_SECONDS = 0.03
 
 #: A record as plain data: `kind`, `owner` (fields of Owner), `key`, and what was found.
 Entry = dict[str, Any]
@@ -101,14 +103,29 @@ def _in(folder: Path) -> Path:
     return folder / "records.jsonl"
 
 
+_looked: tuple[float, str] | None = None
+"""when `stamp` looked last, and what it said; None: not since this process wrote"""
+
+
 def stamp() -> str:
     """A text that changes when the file does; '' where there is none."""
-    file = path()
+    global _looked
+    file, now = path(), time.monotonic()
     try:
         found = os.stat(file)
+        text = f"{file}:{found.st_mtime_ns}:{found.st_size}"
     except OSError:
-        return ""
-    return f"{file}:{found.st_mtime_ns}:{found.st_size}"
+        text = ""
+    _looked = now, text
+    return text
+
+
+def recent_stamp() -> str:
+    """`stamp()` as it was in the last LOOK_SECONDS. What this process has written shows at once."""
+    looked = _looked
+    if looked is not None and time.monotonic() - looked[0] < LOOK_SECONDS:
+        return looked[1]
+    return stamp()
 
 
 @cache
@@ -195,7 +212,9 @@ def newest(kind: str, owner: Owner | None, key: Mapping[str, Any]) -> Entry | No
 
 @contextlib.contextmanager
 def _locked(handle: int) -> Iterator[bool]:
-    """Holds the lock of an open file; False where others keep it for too long or there are no locks."""
+    """Holds the lock of a file that is open to be written; False where others keep it for too long or there
+    are no locks."""
+    global _looked
     import fcntl
 
     held = False
@@ -212,6 +231,7 @@ def _locked(handle: int) -> Iterator[bool]:
     try:
         yield held
     finally:
+        _looked = None
         if held:
             fcntl.flock(handle, fcntl.LOCK_UN)
 

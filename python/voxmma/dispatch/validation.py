@@ -52,12 +52,15 @@ class Verdict:
 _measuring = contextvars.ContextVar("voxmma_gate_measuring", default=False)
 
 
-def stamp() -> str:
+def stamp(recent: bool = False) -> str:
     """The state of the records, part of the key under which a call's plan is cached; '' when there are none.
 
-    Also '' while tiles are measured, whose explicit requests must run whatever was found before.
+    Also '' while tiles are measured, whose explicit requests must run whatever was found before. `recent`: as
+    of `store.recent_stamp`.
     """
-    return "" if _measuring.get() else store.stamp()
+    if _measuring.get():
+        return ""
+    return store.recent_stamp() if recent else store.stamp()
 
 
 def on_record(tile: str, device: torch.device) -> Verdict:

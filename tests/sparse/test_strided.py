@@ -161,6 +161,42 @@ def test_pieces_give_the_same_coordinates(device: torch.device, monkeypatch: pyt
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("count", [1, 30, 4096, 4097])
+@pytest.mark.parametrize("reach", [2, 32, 33])
+def test_small_sets_made_at_once_are_as_others(
+    count: int, reach: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of a GPU makes sets of up to 4,096 candidates in a box of up to 2^15 cells, if in one piece."""
+    generator = torch.Generator().manual_seed(count)
+    cells = torch.randperm((2 * reach) ** 3, generator=generator)[:count]
+    columns = [
+        torch.zeros_like(cells),
+        *(cells // (2 * reach) ** axis % (2 * reach) - reach for axis in range(3)),
+    ]
+    coords = torch.stack(columns, dim=1).int().to(device)
+    g = geometry((2, 2, 1, None))
+    at_once = derive.windows(voxmma.CoordSet(coords), g)
+    monkeypatch.setattr(derive, "CHUNK", max(len(coords) - 1, 1))
+    others = derive.windows(voxmma.CoordSet(coords), g)
+    assert rows_of(at_once.coords) == brute_windows(coords.tolist(), g)
+    assert torch.equal(at_once.coords, others.coords) and at_once.bounds == others.bounds
+    assert torch.equal(at_once.lookup(coords // 2), others.lookup(coords // 2))
+    if device.type == "cuda":
+        assert torch.equal(at_once.hash_index().order, others.hash_index().order)
+    tables = [voxmma.kernel_map(made, 3).neighbor_table() for made in (at_once, others)]
+    assert torch.equal(*tables)
+
+
+@pytest.mark.parametrize("make", [derive.windows, derive.children])
+def test_small_sets_refuse_what_others_do(make: Any, device: torch.device) -> None:
+    coords = torch.tensor([[0, 0, 0, 0], [0, 1, 2, 3], [0, 0, 0, 5]], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="makes 3 voxels or more out of 3, max_voxels is 2"):
+        make(voxmma.CoordSet(coords), geometry((1, 1, 1, None)), 2)
+    edge = torch.tensor([[0, 131071, 0, 0]], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="makes voxels outside"):
+        make(voxmma.CoordSet(edge), geometry((3, 1, 1, None)))
+
+
 axis = st.integers(1, 4)
 triples = st.tuples(axis, axis, axis)
 voxel_rows = st.lists(

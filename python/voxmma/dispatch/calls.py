@@ -429,7 +429,7 @@ def _keep(
     dtype, prepared = made.record.compute_dtype, made.prepared
     if prepared is None and made.op is torch.ops.voxmma.conv:
         make: Any = _C.PreparedConv  # mypy does not know how many operands there are
-        prepared = make(*made.operands, stored=config.stored)
+        prepared = make(*made.operands, config.stored)
     repeat = Repeat(
         config,
         mapping.core,
@@ -523,7 +523,7 @@ def _convolve(
     channels = _channels(config, weight)
     parts = _parts(tile, config, x.shape[1], channels, mapping, feats.device)
     plain = not (scaled or torch.compiler.is_compiling() or has_torch_function((x, weight, bias)))
-    prepared = _C.PreparedConv(*operands, stored=config.stored) if plain else None
+    prepared = _C.PreparedConv(*operands, config.stored) if plain else None  # names take a microsecond
     if prepared is None:
         y = _launch(op, (x, _kernel(config, weight), bias, *operands))
     elif (

@@ -10,9 +10,9 @@ namespace {
 
 using namespace detail;
 
-// Blocks of an SM, and hash probes in flight per thread: of maps with enough tiles to fill the device, and of small ones,
-// which wait for memory.
-constexpr int kManyBlocks = 4, kManyProbes = 2;
+// Blocks of an SM, and hash probes in flight per thread: of maps with enough tiles to fill the device, of several maps
+// together, and of small ones, which wait for memory.
+constexpr int kManyBlocks = 5, kTogetherBlocks = 4, kManyProbes = 2;
 constexpr int kFewBlocks = 2, kFewProbes = 4;
 
 template <int kBlocks, int kProbes, class B>
@@ -148,12 +148,13 @@ cudaError_t rank(const PlanArgs* const* args, int count, cudaStream_t stream) {
 template <int kSize, int kPlans>
 cudaError_t make(const PlanArgs* const* args, int count, cudaStream_t stream) {
   using B = BatchOf<kSize, kPlans>;
+  constexpr int kBlocks = kPlans > 1 ? kTogetherBlocks : kManyBlocks;
   B batch{};
   size_t bytes = 0;
   unsigned blocks = 0;
   bool clusters = false;
   cudaError_t error = cudaSuccess;
-  if (splits(*args[0])) error = has_clusters(make_tiles<kManyBlocks, kManyProbes, B>, &clusters);
+  if (splits(*args[0])) error = has_clusters(make_tiles<kBlocks, kManyProbes, B>, &clusters);
   if (error != cudaSuccess) return error;
   for (int i = 0; i < count; ++i) {
     const bool split = clusters && splits(*args[i]);
@@ -162,7 +163,7 @@ cudaError_t make(const PlanArgs* const* args, int count, cudaStream_t stream) {
     bytes = std::max(bytes, Shared(nullptr, batch.plan[i].volume).bytes);
   }
   const bool few = blocks <= static_cast<unsigned>(kFewBlocks * args[0]->sm_count);
-  const auto kernel = few ? make_tiles<kFewBlocks, kFewProbes, B> : make_tiles<kManyBlocks, kManyProbes, B>;
+  const auto kernel = few ? make_tiles<kFewBlocks, kFewProbes, B> : make_tiles<kBlocks, kManyProbes, B>;
   error = allow_bytes(kernel, bytes);
   if (error == cudaSuccess) error = clear(args, count, stream);
   if (error != cudaSuccess) return error;
@@ -200,9 +201,10 @@ cudaError_t build_plans(const PlanArgs* args, int count, cudaStream_t stream) {
     }
     if (error != cudaSuccess) return error;
   }
-  // Tiles of many offsets take the longest, so they start first.
-  std::stable_sort(together.begin(), together.end(),
-                   [](const PlanArgs* a, const PlanArgs* b) { return volume_of(*a) > volume_of(*b); });
+  // Tiles of many offsets take the longest, so they start first; before them those of several blocks, which are clusters.
+  std::stable_sort(together.begin(), together.end(), [](const PlanArgs* a, const PlanArgs* b) {
+    return std::make_pair(splits(*a), volume_of(*a)) > std::make_pair(splits(*b), volume_of(*b));
+  });
   // Each launch takes the arguments of all plans that it has room for along.
   if (together.size() == 1) return make<kMaxKernel, 1>(together.data(), 1, stream);
   for (size_t begin = 0; begin < together.size(); begin += Batch::kMost) {

@@ -16,10 +16,12 @@ constexpr int kMaxVolume = kMaxKernel * kMaxKernel * kMaxKernel;
 
 constexpr int kGroupBlocks = 4;
 
-// Where a tile's offsets are several groups, but not more than kGroupBlocks, blocks share them out.
+// Blocks share out the offsets of a tile where these are several groups, but not more than kGroupBlocks, and tiles are too
+// few to fill the device: the rows are ordered by each of them.
 bool splits(const PlanArgs& args) {
   const int volume = args.size[0] * args.size[1] * args.size[2];
-  return volume > kPassOffsets && volume <= kGroupBlocks * kPassOffsets && args.n_out > kTileM;
+  const int64_t most = int64_t{2} * args.sm_count * kTileM;
+  return volume > kPassOffsets && volume <= kGroupBlocks * kPassOffsets && args.n_out > kTileM && args.n_out <= most;
 }
 
 // What the host works out for all tiles of a plan of up to kSize offsets along an axis.

@@ -10,19 +10,20 @@ namespace {
 
 using namespace detail;
 
-// Blocks of an SM, and hash probes in flight per thread: of maps with enough tiles to fill the device, and of small ones,
-// which wait for memory.
-constexpr int kManyBlocks = 5, kManyProbes = 2;
+// Blocks of an SM, and hash probes in flight per thread: of maps with enough tiles to fill the device, of several maps
+// together, and of small ones, which wait for memory.
+constexpr int kManyBlocks = 5, kTogetherBlocks = 4, kManyProbes = 2;
 constexpr int kFewBlocks = 2, kFewProbes = 4;
 
 template <int kBlocks, int kProbes, class B>
 __global__ void __launch_bounds__(kThreads, kBlocks) make_tiles(const __grid_constant__ B batch) {
-  int tile;
-  const auto& plan = batch.of_block(&tile);
+  __shared__ BlockShared block;
+  int tile, rank;
+  const auto& plan = batch.of_block(&tile, &rank);
   if (plan.divide) {
-    plan_tile<true, kProbes>(plan, tile);
+    plan_tile<true, kProbes>(plan, block, tile, rank);
   } else {
-    plan_tile<false, kProbes>(plan, tile);
+    plan_tile<false, kProbes>(plan, block, tile, rank);
   }
 }
 
@@ -98,6 +99,15 @@ cudaError_t allow_bytes(Kernel kernel, size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
+// Whether the code of a kernel that runs on this device is for an architecture of clusters.
+template <class Kernel>
+cudaError_t has_clusters(Kernel kernel, bool* has) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  *has = error == cudaSuccess && attributes.ptxVersion >= 90;
+  return error;
+}
+
 // Clears the statistics that nobody else does.
 cudaError_t clear(const PlanArgs* const* args, int count, cudaStream_t stream) {
   StatsBatch stats{};
@@ -138,21 +148,37 @@ cudaError_t rank(const PlanArgs* const* args, int count, cudaStream_t stream) {
 template <int kSize, int kPlans>
 cudaError_t make(const PlanArgs* const* args, int count, cudaStream_t stream) {
   using B = BatchOf<kSize, kPlans>;
+  constexpr int kBlocks = kPlans > 1 ? kTogetherBlocks : kManyBlocks;
   B batch{};
   size_t bytes = 0;
   unsigned blocks = 0;
+  bool clusters = false;
+  cudaError_t error = cudaSuccess;
+  if (splits(*args[0])) error = has_clusters(make_tiles<kBlocks, kManyProbes, B>, &clusters);
+  if (error != cudaSuccess) return error;
   for (int i = 0; i < count; ++i) {
-    batch.plan[i] = make_params<kSize>(*args[i]);
-    batch.end[i] = blocks += static_cast<unsigned>(tiles_of(*args[i]));
+    const bool split = clusters && splits(*args[i]);
+    batch.plan[i] = make_params<kSize>(*args[i], split);
+    batch.end[i] = blocks += static_cast<unsigned>(tiles_of(*args[i])) * (split ? kGroupBlocks : 1);
     bytes = std::max(bytes, Shared(nullptr, batch.plan[i].volume).bytes);
   }
   const bool few = blocks <= static_cast<unsigned>(kFewBlocks * args[0]->sm_count);
-  const auto kernel = few ? make_tiles<kFewBlocks, kFewProbes, B> : make_tiles<kManyBlocks, kManyProbes, B>;
-  cudaError_t error = allow_bytes(kernel, bytes);
+  const auto kernel = few ? make_tiles<kFewBlocks, kFewProbes, B> : make_tiles<kBlocks, kManyProbes, B>;
+  error = allow_bytes(kernel, bytes);
   if (error == cudaSuccess) error = clear(args, count, stream);
   if (error != cudaSuccess) return error;
-  kernel<<<blocks, kThreads, bytes, stream>>>(batch);
-  if ((error = cudaGetLastError()) != cudaSuccess) return error;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kGroupBlocks, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = clusters ? (blocks + kGroupBlocks - 1) / kGroupBlocks * kGroupBlocks : blocks;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = clusters ? 1 : 0;
+  batch.end[count - 1] = config.gridDim.x;  // blocks too many find no tile
+  if ((error = cudaLaunchKernelEx(&config, kernel, batch)) != cudaSuccess) return error;
   return rank(args, count, stream);
 }
 
@@ -175,9 +201,10 @@ cudaError_t build_plans(const PlanArgs* args, int count, cudaStream_t stream) {
     }
     if (error != cudaSuccess) return error;
   }
-  // Tiles of many offsets take the longest, so they start first.
-  std::stable_sort(together.begin(), together.end(),
-                   [](const PlanArgs* a, const PlanArgs* b) { return volume_of(*a) > volume_of(*b); });
+  // Tiles of many offsets take the longest, so they start first; before them those of several blocks, which are clusters.
+  std::stable_sort(together.begin(), together.end(), [](const PlanArgs* a, const PlanArgs* b) {
+    return std::make_pair(splits(*a), volume_of(*a)) > std::make_pair(splits(*b), volume_of(*b));
+  });
   // Each launch takes the arguments of all plans that it has room for along.
   if (together.size() == 1) return make<kMaxKernel, 1>(together.data(), 1, stream);
   for (size_t begin = 0; begin < together.size(); begin += Batch::kMost) {

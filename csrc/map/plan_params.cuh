@@ -14,6 +14,16 @@ using namespace detail;
 
 constexpr int kMaxVolume = kMaxKernel * kMaxKernel * kMaxKernel;
 
+constexpr int kGroupBlocks = 4;
+
+// Blocks share out the offsets of a tile where these are several groups, but not more than kGroupBlocks, and tiles are too
+// few to fill the device: the rows are ordered by each of them.
+bool splits(const PlanArgs& args) {
+  const int volume = args.size[0] * args.size[1] * args.size[2];
+  const int64_t most = int64_t{2} * args.sm_count * kTileM;
+  return volume > kPassOffsets && volume <= kGroupBlocks * kPassOffsets && args.n_out > kTileM && args.n_out <= most;
+}
+
 // What the host works out for all tiles of a plan of up to kSize offsets along an axis.
 template <int kSize>
 struct ParamsOf {
@@ -21,6 +31,7 @@ struct ParamsOf {
   int volume;
   bool divide;             // by more than 1
   bool residue_order;      // of the rows, see residue_rows
+  bool split;              // kGroupBlocks blocks, a cluster, make a tile: each the passes of one group of offsets
   bool pairs[3];           // neighbours along an axis are adjacent voxels: two of a brick at a time
   int quotient[3][kSize];  // of start + i * step by div, rounded down, and what is left
   int rest[3][kSize];
@@ -28,18 +39,20 @@ struct ParamsOf {
   uint8_t sort_bit[kSize * kSize * kSize];  // bit of the rows' sort key that says whether a row has this neighbour
 };
 
-// Several plans in one launch: plan i has the blocks from end[i - 1] to end[i].
+// Several plans in one launch: plan i has the blocks from end[i - 1] to end[i]. Those that split come first.
 template <int kSize, int kPlans>
 struct BatchOf {
   static constexpr int kMost = kPlans;
   unsigned end[kPlans];
   ParamsOf<kSize> plan[kPlans];
 
-  // The plan that this block works on, and which of its tiles.
-  __device__ __forceinline__ const ParamsOf<kSize>& of_block(int* tile) const {
+  // The plan that this block works on, which of its tiles, and which of the tile's blocks it is.
+  __device__ __forceinline__ const ParamsOf<kSize>& of_block(int* tile, int* rank) const {
     int i = 0;
     while (blockIdx.x >= end[i]) ++i;
-    *tile = static_cast<int>(blockIdx.x - (i > 0 ? end[i - 1] : 0));
+    const auto block = static_cast<int>(blockIdx.x - (i > 0 ? end[i - 1] : 0));
+    *tile = plan[i].split ? block / kGroupBlocks : block;
+    *rank = plan[i].split ? block % kGroupBlocks : 0;
     return plan[i];
   }
 };
@@ -70,9 +83,10 @@ int64_t whole(const PlanArgs& args, const int* div) {
 }
 
 template <int kSize>
-ParamsOf<kSize> make_params(const PlanArgs& args) {
+ParamsOf<kSize> make_params(const PlanArgs& args, bool split) {
   ParamsOf<kSize> p;
   p.args = args;
+  p.split = split;
   const int64_t residues = int64_t{args.div[0]} * args.div[1] * args.div[2];
   p.residue_order = residues > 1 && residues <= kResidues;
   p.volume = volume_of(args);

@@ -183,70 +183,86 @@ __device__ __forceinline__ uint32_t lowest_bits(uint32_t v, int count) {
 
 // Shared memory of cluster_rows, for one block of kTileM threads. Bit b of a row is bit b of its mask.
 struct ClusterShared {
-  uint32_t column[kWarps][32];  // of every bit, the positions of a warp that have it
+  uint32_t column[32][kWarps];  // of every bit, the positions that have it
   int cost[kWarps][32];         // by bit: what the warp counted of the halves' unions
-  union {
-    uint32_t mask[kTileM];       // of every position
-    uint32_t first[kWarps][32];  // by bit: the positions that would come to the first half
-  };
-  uint8_t row[kTileM];  // thread whose row stands at the position
-  int count[32];        // rows with each bit
-  int bit_at[32];       // bit of the neighbour mask that a bit of the sort key stands for
+  uint32_t mask[kTileM];        // of every position
+  uint8_t row[kTileM];          // thread whose row stands at the position
+  int count[32];                // rows with each bit
+  int bit_at[32];               // bit of the neighbour mask that a bit of the sort key stands for
 };
 static_assert(offsetof(ClusterShared, mask) == kTileM * sizeof(uint64_t), "block_sort uses what is before");
 
-// Splits nodes of 32 * words positions in halves, for one level: every node is stably partitioned by the bit that leaves its
+// Splits nodes of n positions in halves, for one level: every node is stably partitioned by the bit that leaves its
 // halves the smallest unions. mask and row are those of position t, before and after.
-__device__ __forceinline__ void split_level(ClusterShared& s, int words, uint32_t& mask, int& row) {
+template <int n>
+__device__ __forceinline__ void split_level(ClusterShared& s, uint32_t& mask, int& row) {
+  constexpr int kWords = n / 32;  // of a node's columns, and warps of a node
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-  const int word = warp % words, node = warp - word, half = 16 * words;  // node: its first warp
-  const uint32_t own = transpose(mask);
-  s.column[warp][lane] = own;
+  const int node = t / n, word = warp % kWords;
+  s.column[lane][warp] = transpose(mask);
   __syncthreads();
 
   // The first half under a split by bit `lane`: rows that have it come first.
-  int ones = 0, before = 0;  // rows that have the bit: of the node, and of its warps before this one
+  uint32_t first[kWords];
+  int ones = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    const int count = w < words ? __popc(s.column[node + w][lane]) : 0;
-    ones += count;
-    before += w < word ? count : 0;
+  for (int w = 0; w < kWords; ++w) {
+    first[w] = s.column[lane][node * kWords + w];
+    ones += __popc(first[w]);
   }
-  const bool cut_ones = ones >= half;  // the half ends among the rows that have the bit
-  const uint32_t from = cut_ones ? own : ~own;
-  const int wanted = cut_ones ? half - before : half - ones - (32 * word - before);
-  uint32_t taken = wanted <= 0 ? 0 : from;
-  if (wanted > 0 && wanted < __popc(from)) taken = lowest_bits(from, wanted);
-  s.first[warp][lane] = cut_ones ? taken : own | taken;
-  __syncthreads();
-
-  uint32_t in_first = 0, in_second = 0;  // bits, shared out among the node's warps, that the halves have
-#pragma unroll 1
-  for (int i = 0; i < kWarps; ++i) {
-    const int w = node + i % words, four = i / words;
-    const uint32_t first = s.first[w][lane];
-    const uint4 columns = reinterpret_cast<const uint4*>(s.column[w])[word * (kWarps / words) + four];
-    const auto some = [&](uint32_t half) {
-      return (columns.x & half ? 1u : 0) | (columns.y & half ? 2u : 0) | (columns.z & half ? 4u : 0) |
-             (columns.w & half ? 8u : 0);
-    };
-    in_first |= some(first) << 4 * four;
-    in_second |= some(~first) << 4 * four;
+  const bool cut_ones = ones >= n / 2;  // the half ends among the rows that have the bit
+  int wanted = cut_ones ? n / 2 : n / 2 - ones, cut_word = -1, cut_count = 0;
+  uint32_t cut = 0;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    const uint32_t from = cut_ones ? first[w] : ~first[w];
+    const int count = __popc(from);
+    if (wanted > 0 && wanted < count) {
+      cut_word = w;
+      cut_count = wanted;
+      cut = from;
+    }
+    const uint32_t taken = wanted >= count ? from : 0;
+    first[w] = cut_ones ? taken : first[w] | taken;
+    wanted = max(wanted - count, 0);
   }
-  s.cost[warp][lane] = __popc(in_first) + __popc(in_second);
-  __syncthreads();
-
+  if (cut_word >= 0) {
+    cut = lowest_bits(cut, cut_count);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) first[w] |= w == cut_word ? cut : 0;
+  }
   int cost = 0;
+#pragma unroll(8 / kWords)
+  for (int i = 0; i < 32 / kWords; ++i) {  // bits, shared out among the node's warps
+    uint32_t in_first = 0, in_second = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) cost += w < words ? s.cost[node + w][lane] : 0;
+    for (int w = 0; w < kWords; ++w) {
+      const uint32_t column = s.column[word * (32 / kWords) + i][node * kWords + w];
+      in_first |= column & first[w];
+      in_second |= column & ~first[w];
+    }
+    cost += (in_first != 0) + (in_second != 0);
+  }
+  s.cost[warp][lane] = cost;
+  __syncthreads();
+
+  cost = 0;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) cost += s.cost[node * kWords + w][lane];
   // A bit that all rows have or none leaves the order as it is: bit 0 stands for that, too.
-  const bool splits = lane == 0 || (ones > 0 && ones < 2 * half);
+  const bool splits = lane == 0 || (ones > 0 && ones < n);
   const int bit = __reduce_min_sync(0xffffffffu, splits ? cost << 8 | lane : INT_MAX) & 0xff;
   const bool one = mask >> bit & 1;
-  ones = __shfl_sync(0xffffffffu, ones, bit);
-  before = __shfl_sync(0xffffffffu, before, bit);
-  before += __popc(__shfl_sync(0xffffffffu, own, bit) & ((1u << lane) - 1));
-  const int position = 32 * node + (one ? before : ones + word * 32 + lane - before);
+  int total = 0, before = 0;  // rows that have it: of the node, and of its warps before this one
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    const int count = __popc(s.column[bit][node * kWords + w]);
+    total += count;
+    before += w < word ? count : 0;
+  }
+  const uint32_t below = s.column[bit][warp] & ((1u << lane) - 1);
+  before += __popc(below);
+  const int position = node * n + (one ? before : total + word * 32 + lane - before);
   s.mask[position] = mask;
   s.row[position] = static_cast<uint8_t>(row);
   __syncthreads();
@@ -281,10 +297,9 @@ __device__ __forceinline__ int cluster_rows(uint32_t mask, int rows, uint64_t* b
   mask = ~static_cast<uint32_t>(sorted >> 8);
   int row = static_cast<int>(sorted & 0xff);
   if (whole) mask = mask << 1 | mask >> 31;
-#pragma unroll 1
-  for (int words = kWarps; words > 1; words /= 2) {
-    if (16 * words < rows) split_level(s, words, mask, row);
-  }
+  if (!whole) split_level<256>(s, mask, row);
+  if (rows > 64) split_level<128>(s, mask, row);
+  if (rows > 32) split_level<64>(s, mask, row);
   return row;
 }
 

@@ -1,6 +1,8 @@
 // The plan of one tile, by one block. Part of plan.cu.
 #pragma once
 
+#include <cooperative_groups.h>
+
 #include <climits>
 #include <cstddef>
 
@@ -111,7 +113,26 @@ struct BlockShared {
   int pairs, cost;
   ColourRoom room;
   bool last;  // of the plan's blocks
+  // What the blocks of a tile that is split tell each other.
+  uint32_t sort_bits[kTileM];
+  int passes;
+  bool has_room;
 };
+
+// Of the blocks that make a tile: all wait for all, and what one of them has where another has `shared`.
+__device__ __forceinline__ void cluster_sync() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cooperative_groups::this_cluster().sync();
+#endif
+}
+template <class T>
+__device__ __forceinline__ T* of_rank(T* shared, int rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
+#else
+  return shared;
+#endif
+}
 
 // A block's work on the plan of one tile: its steps in the order in which plan_tiles takes them, each by all threads.
 template <bool kDivide, int kProbes, class P>
@@ -119,7 +140,8 @@ struct Tile {
   const P& p;
   const Shared& s;
   BlockShared& b;
-  int tile, volume, t = threadIdx.x, lane = t % 32, warp = t / 32;
+  int tile, rank, volume, t = threadIdx.x, lane = t % 32, warp = t / 32;
+  int k_first, k_last;                // the block's offsets, without the last
   int row;                            // the caller's output row, of tile row t
   int source;                         // column of `neighbour` that belongs to tile row t
   int colouring = 0;                  // that of the tile
@@ -127,10 +149,13 @@ struct Tile {
   int pairs = 0;                      // of tile row t
   int64_t uniq4 = 0, first_pass = 0;  // of thread 0: of a plan's only tile, and of any
 
-  __device__ __forceinline__ Tile(const P& p_, const Shared& s_, BlockShared& b_, int tile_)
-      : p(p_), s(s_), b(b_), tile(tile_), volume(p_.volume) {}
+  __device__ __forceinline__ Tile(const P& p_, const Shared& s_, BlockShared& b_, int tile_, int rank_)
+      : p(p_), s(s_), b(b_), tile(tile_), rank(rank_), volume(p_.volume) {
+    k_first = min(rank * kPassOffsets, volume);
+    k_last = p.split ? min(k_first + kPassOffsets, volume) : volume;
+  }
 
-  __device__ __forceinline__ bool one_sweep() const { return volume <= kPassOffsets; }
+  __device__ __forceinline__ bool one_sweep() const { return k_last - k_first <= kPassOffsets; }
 
   __device__ __forceinline__ void clear_set() {
 #pragma unroll 1
@@ -139,7 +164,7 @@ struct Tile {
     }
   }
 
-  // Neighbours of the rows as they come, and from them the sort keys. Where the plan has one group of offsets, the
+  // Neighbours of the rows as they come, and from them the sort keys. Where the block has one group of offsets, the
   // neighbours are kept as slots of the shared set. The rows' colours go to `tag`, the rows to `before`.
   __device__ __forceinline__ uint32_t find_neighbours() {
     const PlanArgs& args = p.args;
@@ -166,10 +191,16 @@ struct Tile {
     __syncthreads();
     uint32_t sort_bits = 0;
     const bool keep = one_sweep();
-    for_neighbours<kDivide, kProbes>(p, 0, volume, query, [&](int k, int input) {
+    for_neighbours<kDivide, kProbes>(p, k_first, k_last, query, [&](int k, int input) {
       sort_bits |= 1u << s.sort_bit[k];
-      if (keep) s.neighbour[k * kTileM + t] = static_cast<uint16_t>(set_insert(s.set_rank, &b.fill, input));
+      if (keep) s.neighbour[(k - k_first) * kTileM + t] = static_cast<uint16_t>(set_insert(s.set_rank, &b.fill, input));
     });
+    if (p.split) {
+      b.sort_bits[t] = sort_bits;
+      cluster_sync();
+#pragma unroll
+      for (int i = 1; i < kGroupBlocks; ++i) sort_bits |= of_rank(b.sort_bits, rank ^ i)[t];
+    }
     return sort_bits;
   }
 
@@ -202,11 +233,11 @@ struct Tile {
       if (lane == c) s.lanes[warp * kColours + c] = lanes;
     }
     row = reinterpret_cast<const int*>(s.before)[source];
-    p.args.order[tile * kTileM + t] = row;
+    if (rank == 0) p.args.order[tile * kTileM + t] = row;
   }
 
-  // Offsets 0 .. that - 1 are in the set. It refused a rank only if it was full, and is so still.
-  __device__ __forceinline__ int known_at_first() const { return one_sweep() && b.fill < kSetLimit ? volume : 0; }
+  // The block's offsets before that are in the set. It refused a rank only if it was full, and is so still.
+  __device__ __forceinline__ int known_at_first() const { return one_sweep() && b.fill < kSetLimit ? k_last : 0; }
 
   // Searches again from offset k_begin on: all of the group at once, or if that fills the set, until a pass's worth of rows
   // and not more than a round's on top are in it. Returns the first offset that is not.
@@ -306,7 +337,7 @@ struct Tile {
         uniq4 += count4;
       } else {
         begin4 = bump(&p.args.stats->uniq4, count4);
-        if (k_begin + k_count == volume) first_pass = bump(&p.args.stats->passes, passes + 1);
+        if (k_begin + k_count == volume && !p.split) first_pass = bump(&p.args.stats->passes, passes + 1);
       }
     }
     // Thread t counts the rows of each colour that its offset and warp meet first, then those before it.
@@ -426,38 +457,64 @@ struct Tile {
           room && int64_t{static_cast<uint32_t>(pass.uniq_begin4)} + (pass.uniq_count + 3) / 4 <= args.uniq4_capacity;
     }
     room = __syncthreads_and(room);
+    int before = 0, total = passes;  // passes of the tile: of the blocks before this one, and all
+    if (p.split) {
+      if (t == 0) {
+        b.passes = passes;
+        b.has_room = room;
+      }
+      cluster_sync();
+      total = 0;
+#pragma unroll 1
+      for (int i = 0; i < kGroupBlocks; ++i) {
+        const BlockShared& other = *of_rank(&b, i);
+        before += i < rank ? other.passes : 0;
+        total += other.passes;
+        room = room && other.has_room;
+      }
+      if (rank == 0 && t == 0) {
+        const int64_t begin = bump(&args.stats->passes, total);
+#pragma unroll 1
+        for (int i = 0; i < kGroupBlocks; ++i) {
+          BlockShared& other = *of_rank(&b, i);
+          other.first_pass = begin;
+          if (i > 0) b.pairs += other.pairs, b.cost += other.cost;
+        }
+      }
+      cluster_sync();  // the last time that blocks look at each other
+    }
     const int64_t first = b.first_pass;
-    if (t == 0) {
+    if (rank == 0 && t == 0) {
       if (only_tile(args)) {
         *args.stats = PlanStats{uniq4, passes, b.pairs, 0};
       } else {
         bump(&args.stats->pairs, b.pairs);
       }
-      in_order(args, tile) = ScheduledTile{tile, static_cast<int>(first), passes, b.cost};
+      in_order(args, tile) = ScheduledTile{tile, static_cast<int>(first), total, b.cost};
     }
-    if (room && first + passes <= args.pass_capacity) {
+    if (room && first + total <= args.pass_capacity) {
 #pragma unroll 1
-      for (int i = t; i < passes; i += kThreads) args.passes[first + i] = s.passes[i];
+      for (int i = t; i < passes; i += kThreads) args.passes[first + before + i] = s.passes[i];
 #pragma unroll 1
-      for (int i = t; i < passes * kFrags; i += kThreads) args.frag[first * kFrags + i] = s.frag[i];
-    } else if (args.out_count != nullptr) {
+      for (int i = t; i < passes * kFrags; i += kThreads) args.frag[(first + before) * kFrags + i] = s.frag[i];
+    } else if (args.out_count != nullptr && rank == 0) {
       empty_tile(args, tile, volume);
     }
   }
 };
 
 template <bool kDivide, int kProbes, class P>
-__device__ __forceinline__ void plan_tile(const P& p, int tile) {
+__device__ __forceinline__ void plan_tile(const P& p, BlockShared& block, int tile, int rank) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  __shared__ BlockShared block;
   const PlanArgs& args = p.args;
   const int volume = p.volume;
-  if (args.out_count != nullptr && tile == 0) share_passes(args, volume);
+  if (int64_t{tile} * kTileM >= args.n_out) return;  // a block that completes a cluster
+  if (args.out_count != nullptr && tile == 0 && rank == 0) share_passes(args, volume);
   const Rows all{args.n_out, args.out_count};
   const int64_t rows = all.number() - int64_t{tile} * kTileM;
   if (rows <= 0) {
     if (only_tile(args) && threadIdx.x == 0) *args.stats = PlanStats{};
-    if (args.compact) return;
+    if (args.compact || rank != 0) return;
     empty_tile(args, tile, volume);
     if (threadIdx.x == 0) args.schedule[tile] = in_order(args, tile);  // behind those that are ranked
     return;
@@ -466,14 +523,14 @@ __device__ __forceinline__ void plan_tile(const P& p, int tile) {
   __syncthreads();
 
   const Shared s(shared_bytes, volume);
-  Tile<kDivide, kProbes, P> work(p, s, block, tile);
+  Tile<kDivide, kProbes, P> work(p, s, block, tile, rank);
   work.order_rows(work.find_neighbours());
   int known = work.known_at_first();
-  for (int k_begin = 0; k_begin < volume;) {
+  for (int k_begin = work.k_first; k_begin < work.k_last;) {
     if (work.passes > 0) __syncthreads();  // the previous pass is done with the set
     if (known <= k_begin) known = work.search(k_begin);
     k_begin += work.make_pass(k_begin, known);
-    if (known != volume && known % kPassOffsets != 0) known = 0;  // the set lacks what comes next
+    if (known != work.k_last && known % kPassOffsets != 0) known = 0;  // the set lacks what comes next
   }
   work.hand_over();
 
@@ -481,7 +538,7 @@ __device__ __forceinline__ void plan_tile(const P& p, int tile) {
     if (threadIdx.x == 0) args.schedule[0] = in_order(args, 0);
     return;
   }
-  if (!ranked_in_place(args)) return;
+  if (!ranked_in_place(args) || rank != 0) return;
   const int used = tiles_in_use(all);
   if (threadIdx.x == 0) {
     __threadfence();

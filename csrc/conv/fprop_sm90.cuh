@@ -13,8 +13,7 @@
 // without waiting for those of others.
 //
 // Where there are fewer items than multiprocessors, a cluster of CTAs shares an item (Parts in common.cuh). When the
-// mainloops are over, every CTA leaves its fp32 sums in shared memory, and each adds a share of the rows over the whole
-// cluster in the order of the ranks.
+// mainloops are over, every CTA adds a share of the rows over the whole cluster, in the order of the ranks (ClusterSums).
 //
 // Registers: 640 threads x 96 at launch = producers 128 x 32 + consumers 512 x 112.
 #pragma once
@@ -75,12 +74,14 @@ __device__ __forceinline__ void multiply_resident(Accumulator<typename C::Acc, C
   acc.fence();
 }
 
-// Shared: a cluster of shared_by.count() CTAs to an item, and no CTA takes a second one. Resident: keeps_weights.
+// Shared: a cluster of shared_by.count() CTAs to an item, and no CTA takes a second one; the columns of a block of the
+// weight image may be those of image_blocks items. Resident: keeps_weights.
 // Fused: with an epilogue, for which a launch that is not shared has a kernel of its own: in one kernel they cost the plain
 // mainloop registers. wide: outputs_aligned16.
 template <class C, bool Shared, bool Fused, bool Resident = false>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    fprop_kernel(const __grid_constant__ ConvArgs args, const __grid_constant__ Parts shared_by, const bool wide) {
+    fprop_kernel(const __grid_constant__ ConvArgs args, const __grid_constant__ Parts shared_by, const bool wide,
+                 const int image_blocks) {
 #if defined(VOXMMA_SM90A)
   using T = typename C::T;
   using Acc = typename C::Acc;
@@ -173,10 +174,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                     plan.local + (int64_t(tile) * plan.kernel_volume + pass.k_begin) * kTileM, local_bytes, bar);
           bulk_copy(smem_u + C::kFragAt + ps.index * kFrags * 4, plan.frag + int64_t(id) * kFrags, kFrags * 4, bar);
           // image[g][nb][offset][chunk]: `within` counts blocks of n fastest, then groups
-          const int nb = within % blocks_n, g = within / blocks_n;
+          const int nb = within % blocks_n, g = within / blocks_n, per = Shared ? image_blocks : 1;
+          const int image_bytes = per * C::kBlockBytes;
           const char* image =
-              static_cast<const char*>(args.b) +
-              (int64_t(g * blocks_n + nb) * plan.kernel_volume + pass.k_begin) * chunks * C::kBlockBytes;
+              static_cast<const char*>(args.b) + nb % per * C::kBlockBytes +
+              (int64_t(g * ((blocks_n + per - 1) / per) + nb / per) * plan.kernel_volume + pass.k_begin) * chunks *
+                  image_bytes;
           for (int chunk = chunk_begin; !Resident && chunk < chunk_end; ++chunk) {
             for (uint32_t rest = used; rest != 0;) {
               wait_empty(weight_empty + ws.index * 8, ws.phase);
@@ -187,7 +190,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                 if (rest != 0) k = __ffs(rest) - 1;  // an odd one out is there twice, to be multiplied by zeros
                 rest &= rest - 1;
                 bulk_copy(smem_u + C::kWeightAt + ws.index * C::kWeightBytes + i * C::kBlockBytes,
-                          image + int64_t(k * chunks + chunk) * C::kBlockBytes, C::kBlockBytes,
+                          image + int64_t(k * chunks + chunk) * image_bytes, C::kBlockBytes,
                           weight_full + ws.index * 8);
               }
               ws.advance();
@@ -224,8 +227,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       cp_async_wait_all();
     }
     if constexpr (Shared) {  // as often as the consumers
-      cluster_sync();
-      cluster_sync();
+      cluster_arrive();
+      cluster_wait();
+      cluster_arrive();
+      cluster_wait();
     }
   } else {  // ---- consumer warpgroups ----
     cutlass::arch::warpgroup_reg_alloc<112>();
@@ -362,17 +367,18 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       // ---- epilogue in fp32, one rounding, rows scattered to the caller's order ----
       const int g = within / blocks_n, col0 = within % blocks_n * BN;
       if constexpr (Shared) {
-        // Every ring has run dry. Behind the first barrier the other warpgroups read their operands no more, behind the
-        // second one all sums of the cluster are there, and behind the third one nobody reads those of this CTA.
-        const uint32_t sums = smem_u + ((row16 + lane / 4) * C::kSumPitch + lane % 4 * 2) * 4;
-        asm volatile("bar.sync 1, %0;\n" ::"n"(C::kConsumers * kWarpGroup) : "memory");
-#pragma unroll
-        for (int j = 0; j < BN / 8; ++j) {
-          sts_v2(sums + j * 32, acc.pair(j, 0));
-          sts_v2(sums + j * 32 + 8 * C::kSumPitch * 4, acc.pair(j, 1));
-        }
-        cluster_sync();
-        store_shared_item<C>(args, wide, smem_u, tile, g, col0, rank, parts);
+        // Behind the first barrier every ring of the cluster has run dry, behind the second one all sums are there.
+        ClusterSums<C> sums(smem_u, warp, lane, rank, parts, plan.order + int64_t(tile) * kTileM);
+        cluster_arrive();
+        cluster_wait();
+        sums.store(acc);
+        sums.publish();
+        cluster_wait();
+        const int col = sums.column(), left = args.c_out - col0;
+        sums.each_row([&](int row, float (&v)[4]) {
+          if (col >= left) return;
+          finish<cuda_type<T>>(args, row, int64_t(g) * args.c_out + col0 + col, v, left - col, wide);
+        });
         if (lds_u32(smem_u + C::kHeadAt + 8) != 0) {  // as below; the first header is still there
           asm volatile("bar.sync 1, %0;\n" ::"n"(C::kConsumers * kWarpGroup) : "memory");
           for (int frag = kFrags * rank / parts + warp; frag < kFrags * (rank + 1) / parts; frag += C::kConsumers * 4) {
@@ -380,7 +386,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                                        BN);
           }
         }
-        cluster_sync();
         return;
       }
       int quad = lane % 4;
@@ -475,15 +480,75 @@ int64_t fprop_items(const ConvArgs& args) {
   return args.plan.tiles * ceil_div(args.c_out, C::BN) * args.groups;
 }
 
+// f(a configuration of `columns` columns, which is C or a narrower one that divides it)
+template <class C, class F>
+auto with_columns(int columns, F f) {
+  using T = typename C::T;
+  using Acc = typename C::Acc;
+  if constexpr (C::BN > 32) {
+    if (columns == 32) return f(FpropConfig<T, Acc, 32, C::CK>());
+  }
+  if constexpr (C::BN == 128) {
+    if (columns == 64) return f(FpropConfig<T, Acc, 64, C::CK>());
+  }
+  return f(C());
+}
+
+// How a launch of tile C runs: where items are shared, they may have fewer columns, so that there are more of them. That
+// changes no sum; parts do, so that these do not depend on who packs the weights.
+struct FpropShape {
+  int columns;
+  Parts parts;
+};
+
+// Times in ns, measured on an H200: until a CTA multiplies, of a step, and from there until its rows are stored, alone
+// and over a cluster.
+template <class C>
+struct FpropTimes {
+  static constexpr int64_t kStart = 2900, kStep = C::BN > 96 ? 740 : C::BN > 64 ? 600 : C::BN > 32 ? 470 : 430;
+  static constexpr int64_t kStore = 500, kSum = C::BN > 96 ? 4800 : C::BN > 64 ? 3800 : C::BN > 32 ? 2800 : 2100;
+};
+
 // Clusters of up to eight CTAs can be launched on every Hopper whose parts were not switched off. A CTA fills a
 // multiprocessor and a cluster stays within 16 of them.
 template <class C>
-Parts fprop_parts(const ConvArgs& args) {
-  constexpr int kTogether = 16, kSum = 3;
-  if (args.sm_count < kTogether) return {};
-  return share_items(
-      fprop_items<C>(args), int(ceil_div(args.c_in, C::CK)), args.plan.kernel_volume, args.sm_count,
-      [&](int parts) { return args.sm_count / kTogether * (kTogether / parts); }, [](int) { return kSum; });
+FpropShape fprop_shape(const ConvArgs& args) {
+  constexpr int kTogether = 16;
+  const int chunks = (args.c_in + C::CK - 1) / C::CK, volume = args.plan.kernel_volume;
+  FpropShape best{C::BN, {}};
+  if (args.sm_count < kTogether || fprop_items<C>(args) >= args.sm_count) return best;
+  // Steps of a part: of_chunks[c] * of_offsets[o] where c parts share the chunks, and o the offsets.
+  int64_t of_chunks[kMaxParts + 1], of_offsets[kMaxParts + 1];
+  for (int n = 1; n <= kMaxParts; ++n) {
+    of_chunks[n] = (chunks + n - 1) / n;
+    of_offsets[n] = ((volume + n - 1) / n + C::kPair - 1) / C::kPair;
+  }
+  int64_t least = FpropTimes<C>::kStart + of_chunks[1] * of_offsets[1] * FpropTimes<C>::kStep + FpropTimes<C>::kStore;
+  const auto try_columns = [&](auto config) {
+    using Of = decltype(config);
+    using Times = FpropTimes<Of>;
+    const int items = int(fprop_items<Of>(args));
+    for (int parts = 2; parts <= kMaxParts; ++parts) {
+      if (!ClusterSums<Of>::fit(parts)) continue;
+      const int at_once = args.sm_count / kTogether * (kTogether / parts), waves = (items + at_once - 1) / at_once;
+      const int most = (kFrags + parts - 1) / parts;  // fragments that a CTA adds
+      const int64_t fixed = Times::kStart + Times::kSum * parts * most / kFrags;
+      for (int c = parts; c >= 1; --c) {  // a chunk's rows are gathered by all its parts, so rather more parts of those
+        if (parts % c != 0 || c > chunks || parts / c > volume) continue;
+        const int64_t took = waves * (fixed + of_chunks[c] * of_offsets[parts / c] * Times::kStep);
+        if (took >= least) continue;
+        least = took;
+        best.columns = Of::BN;
+        best.parts.chunks = c;
+        best.parts.offsets = parts / c;
+      }
+    }
+  };
+  for (int columns : {32, 64}) {
+    if (C::BN % columns == 0 && columns < C::BN) with_columns<C>(columns, try_columns);
+  }
+  try_columns(C());
+  return best;
 }
 
 // Whether a launch's weights fit into the weight ring: one chunk and one block of columns.
@@ -497,29 +562,39 @@ bool keeps_weights(const ConvArgs& args) {
 // than packing does (ns, measured on an H200).
 template <class C>
 bool fprop_reads_weights(const ConvArgs& args) {
-  constexpr int64_t kStep = C::kWeightBytes > 12288 ? 400 : C::kWeightBytes > 8192 ? 250 : 120, kPack = 2900;
-  const Parts parts = fprop_parts<C>(args);
-  if (parts.count() == 1 || !copies_weights<C>(args)) return false;
-  const int64_t volume = args.plan.kernel_volume, weights = volume * args.groups * args.c_in * args.c_out;
-  const int64_t steps = ceil_div(ceil_div(args.c_in, C::CK), parts.chunks) * ceil_div(volume, parts.offsets) / C::kPair;
-  return steps * kStep < kPack + weights * 28 / 10000;
+  constexpr int64_t kPack = 2000;
+  const FpropShape shape = fprop_shape<C>(args);
+  if (shape.parts.count() == 1) return false;
+  return with_columns<C>(shape.columns, [&](auto config) {
+    using Of = decltype(config);
+    if (!copies_weights<Of>(args)) return false;
+    constexpr int64_t kStep = Of::BN > 32 ? 100 : 70;
+    const int64_t volume = args.plan.kernel_volume, weights = volume * args.groups * args.c_in * args.c_out;
+    const int64_t steps = ceil_div(ceil_div(args.c_in, C::CK), shape.parts.chunks) *
+                          ceil_div(ceil_div(volume, shape.parts.offsets), C::kPair);
+    return steps * kStep < kPack + weights * 28 / 10000;
+  });
 }
 
+// A launch of the kernels of C, over a weight image whose blocks are those of image_blocks ones of C.
 template <class C>
-cudaError_t fprop_launch(const ConvArgs& args, cudaStream_t stream) {
+cudaError_t fprop_launch_as(const ConvArgs& args, const Parts& parts, int image_blocks, cudaStream_t stream) {
   const int64_t items = fprop_items<C>(args);
   if (items == 0) return cudaSuccess;
   if (items > INT32_MAX) return cudaErrorInvalidValue;
-  const Parts parts = fprop_parts<C>(args);
   auto kernel = has_epilogue(args) ? fprop_kernel<C, false, true> : fprop_kernel<C, false, false>;
   if constexpr (C::BN <= 64) {  // wider ones hold the weights of few offsets
     if (keeps_weights<C>(args))
       kernel = has_epilogue(args) ? fprop_kernel<C, false, true, true> : fprop_kernel<C, false, false, true>;
   }
   if (parts.count() > 1) {
-    kernel = args.b != nullptr                          ? fprop_kernel<C, true, true>
-             : major_of(args.raw.of) == GMMA::Major::MN ? fprop_small_kernel<C, GMMA::Major::MN>
-                                                        : fprop_small_kernel<C, GMMA::Major::K>;
+    kernel = fprop_kernel<C, true, true>;
+    if constexpr (kCopiesWeights<C>) {
+      if (args.b == nullptr) {
+        kernel = major_of(args.raw.of) == GMMA::Major::MN ? fprop_small_kernel<C, GMMA::Major::MN>
+                                                          : fprop_small_kernel<C, GMMA::Major::K>;
+      }
+    }
   }
   cudaError_t err = allow_shared(reinterpret_cast<const void*>(kernel), C::kSmemBytes);
   if (err != cudaSuccess) return err;
@@ -533,7 +608,16 @@ cudaError_t fprop_launch(const ConvArgs& args, cudaStream_t stream) {
   cluster.val.clusterDim = {unsigned(parts.count()), 1, 1};
   config.attrs = &cluster;
   config.numAttrs = parts.count() == 1 ? 0 : 1;
-  return cudaLaunchKernelEx(&config, kernel, args, parts, outputs_aligned16(args, args.c_out));
+  return cudaLaunchKernelEx(&config, kernel, args, parts, outputs_aligned16(args, args.c_out), image_blocks);
+}
+
+template <class C>
+cudaError_t fprop_launch(const ConvArgs& args, cudaStream_t stream) {
+  const FpropShape shape = fprop_shape<C>(args);
+  return with_columns<C>(shape.columns, [&](auto config) {
+    using Of = decltype(config);
+    return fprop_launch_as<Of>(args, shape.parts, C::BN / Of::BN, stream);
+  });
 }
 
 template <class C>
@@ -543,7 +627,7 @@ KernelEntry fprop_entry(const char* name, DType input) {
            Atom<typename C::T, typename C::Acc, C::BN, GMMA::Major::K>::name, 0, 90, C::kSmemBytes},
           no_workspace,
           fprop_launch<C>,
-          [](const ConvArgs& args) { return fprop_parts<C>(args).count(); },
+          [](const ConvArgs& args) { return fprop_shape<C>(args).parts.count(); },
           fprop_reads_weights<C>};
 }
 

@@ -24,7 +24,6 @@ struct FpropConfig {
   // A power of two; of 64 columns and 32 channels the weights of 3x3x3 fit (Resident).
   static constexpr int kStages = kWeightBytes >= 12288 ? 4 : kWeightBytes <= 4096 || CK == 32 ? 16 : 8;
   static constexpr int kLocalBytes = kPassOffsets * kTileM * 2;
-  static constexpr bool kMoveRegisters = BN == 128 && sizeof(Acc) == 4;  // of fprop_small_kernel
 
   // Shared memory, in bytes from a 1024-byte aligned base.
   static constexpr int kWeightAt = 0;
@@ -38,11 +37,6 @@ struct FpropConfig {
   static constexpr int kSmemBytes = kBarAt + kBars * 8 + 1024;  // + alignment of the base
   static_assert(kWeightAt % 1024 == 0 && kWeightBytes % 1024 == 0 && kLocalAt % 16 == 0 && kBarAt % 8 == 0);
   static_assert(kSmemBytes <= 227 * 1024);
-
-  // Sums of a part, behind the mainloop, over the rings: [kTileM][kSumPitch] fp32. 8 floats more than a row has keep
-  // the stores of a warp, 8 rows at a time, free of bank conflicts.
-  static constexpr int kSumPitch = BN + 8;
-  static_assert(kTileM * kSumPitch * 4 <= kFragAt);
 };
 
 }  // namespace voxmma::sm90

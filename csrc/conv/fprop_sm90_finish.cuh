@@ -5,33 +5,84 @@
 
 namespace voxmma::sm90 {
 
-// The fp32 sums of an item lie in the shared memory of the cluster's CTAs. Adds those of this CTA's fragments of rows in
-// the order of the ranks, then bias and epilogue, rounds once and scatters the rows to the caller's order. Consumer
-// threads only.
-//   g, col0  group and first column of the item inside it
+// The sums of an item over a cluster. When the mainloops are over, every CTA stores its own where they are added: rank
+// r gets those of fragments kFrags r / parts ..., into shared memory in which nobody reads operands any more, as they
+// lie in registers: [rank that they are of][fragment][BN / 8][lane] float4. Nothing is read from another CTA.
 template <class C>
-__device__ void store_shared_item(const ConvArgs& args, bool wide, uint32_t sums, int tile, int g, int col0, int rank,
-                                  int parts) {
-  constexpr int kQuads = C::BN / 4;  // columns four at a time
-  const int left = args.c_out - col0;
-  const int first = kFrags * rank / parts * kFragRows, end = kFrags * (rank + 1) / parts * kFragRows;
-  for (int i = threadIdx.x; i < (end - first) * kQuads; i += C::kConsumers * kWarpGroup) {
-    const int row = first + i / kQuads, col = i % kQuads * 4;
-    const int out_row = __ldg(args.plan.order + int64_t(tile) * kTileM + row);
-    if (out_row < 0 || col >= left) continue;
-    float4 part[kMaxParts];
-#pragma unroll
-    for (int p = 0; p < kMaxParts; ++p) {
-      if (p < parts) part[p] = lds_cluster(sums + (row * C::kSumPitch + col) * 4, p);
-    }
-    float v[4] = {part[0].x, part[0].y, part[0].z, part[0].w};
-#pragma unroll
-    for (int p = 1; p < kMaxParts; ++p) {
-      if (p < parts) v[0] += part[p].x, v[1] += part[p].y, v[2] += part[p].z, v[3] += part[p].w;
-    }
-    finish<cuda_type<typename C::T>>(args, out_row, int64_t(g) * args.c_out + col0 + col, v, left - col, wide);
+struct ClusterSums {
+  static constexpr int kBlocks = C::BN / 8, kUnit = 32 * 16;  // bytes of a fragment's eight columns
+  static constexpr int kStep = C::kConsumers * 4 / kBlocks;   // fragments that are added at once
+  static_assert(kStep > 0);
+  // Whether there is room for the sums of so many parts, of which one adds up to ceil(kFrags / parts) fragments.
+  static constexpr bool fit(int parts) {
+    return parts * ((kFrags + parts - 1) / parts) * kBlocks * kUnit <= C::kFragAt;
   }
-}
+
+  uint32_t smem;  // address in every CTA
+  int warp, lane, rank, parts;
+  const int* order;          // rows of this CTA's fragments in the caller's order, below 0: none
+  int count, frag, row_now;  // fragments of this CTA, this warp's first one, and this lane's row there
+
+  // order_: rows of the tile
+  __device__ ClusterSums(uint32_t smem_, int warp_, int lane_, int rank_, int parts_, const int* order_)
+      : smem(smem_), warp(warp_), lane(lane_), rank(rank_), parts(parts_), order(order_ + first(rank_) * kFragRows) {
+    asm volatile("" : "+r"(lane), "+r"(warp));  // addresses are computed from here on, not ahead of the mainloop
+    count = first(rank + 1) - first(rank);
+    frag = warp < kStep * kBlocks ? warp / kBlocks : count;
+    row_now = row_of(frag);
+  }
+  __device__ int row_of(int of) const {  // of two rows of a lane, that which it adds
+    return of < count ? __ldg(order + of * kFragRows + lane / 4 + lane % 2 * 8) : -1;
+  }
+  __device__ int first(int of) const { return kFrags * of / parts; }
+  // First of the four columns of a block that this thread adds.
+  __device__ int column() const { return warp % kBlocks * 8 + lane % 4 / 2 * 4; }
+
+  // Consumers, when the whole cluster is behind its mainloops.
+  __device__ void store(const Accumulator<typename C::Acc, C::BN>& acc) const {
+    const int owner = ((warp + 1) * parts - 1) / kFrags, from = first(owner);
+    const uint32_t at = smem + (rank * (first(owner + 1) - from) + warp - from) * (kBlocks * kUnit) + lane * 16;
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(there) : "r"(at), "r"(owner));
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+      const float2 a = acc.pair(j, 0), b = acc.pair(j, 1);
+      asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(there + j * kUnit), "f"(a.x), "f"(a.y),
+                   "f"(b.x), "f"(b.y)
+                   : "memory");
+    }
+  }
+  // They can be read behind the cluster_wait that follows.
+  __device__ void publish() const {
+    asm volatile("bar.sync 1, %0;\n" ::"n"(C::kConsumers * kWarpGroup) : "memory");
+    if (threadIdx.x == 0) asm volatile("fence.acq_rel.cluster;\n" ::: "memory");
+    cluster_arrive();
+  }
+
+  // Adds them in the order of the ranks, when all are there: f(row, sums of four columns).
+  template <class F>
+  __device__ void each_row(F f) {
+    const bool odd = lane & 1;  // two lanes have columns 2 q, 2 q + 1 of two rows, and swap
+#pragma unroll 1
+    for (; frag < count; frag += kStep) {
+      const int row = row_now;
+      row_now = row_of(frag + kStep);
+      uint32_t at = smem + (frag * kBlocks + warp % kBlocks) * kUnit + lane * 16;
+      const uint4 of0 = lds_v4(at);
+      float sum[4] = {__uint_as_float(of0.x), __uint_as_float(of0.y), __uint_as_float(of0.z), __uint_as_float(of0.w)};
+#pragma unroll 1
+      for (int p = 1; p < parts; ++p) {
+        const uint4 v = lds_v4(at += count * kBlocks * kUnit);
+        sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
+        sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
+      }
+      const float x = __shfl_xor_sync(~0u, odd ? sum[0] : sum[2], 1);
+      const float y = __shfl_xor_sync(~0u, odd ? sum[1] : sum[3], 1);
+      float v[4] = {odd ? x : sum[0], odd ? y : sum[1], odd ? sum[2] : x, odd ? sum[3] : y};
+      if (row >= 0) f(row, v);
+    }
+  }
+};
 
 // Two columns of a row that has `left` of them, zeros behind it.
 template <class T>

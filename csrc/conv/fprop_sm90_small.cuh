@@ -2,11 +2,11 @@
 // caller has them, without a launch that packs them, which takes longer than such a set.
 //
 // A producer warpgroup copies weights and the rows behind the first chunk, whose rows the consumers gather themselves. A
-// weight that is not finite makes sums NaN that do not meet it. So where a sum of a cluster is not finite, its CTAs go
-// over the item once more, with what pack_weight would have put in the place of such weights.
+// weight that is not finite makes sums NaN that do not meet it. So where a sum of a part is not finite, the CTAs of its
+// cluster go over the item once more, with what pack_weight would have put in the place of such weights.
 #pragma once
 
-#include "fprop_sm90_config.cuh"
+#include "fprop_sm90_finish.cuh"
 #include "nonfinite.cuh"
 
 namespace voxmma::sm90 {
@@ -92,17 +92,18 @@ struct SmallB {
 inline GMMA::Major major_of(const Weights& of) { return of.out == 1 ? GMMA::Major::MN : GMMA::Major::K; }
 
 // Whether a launch can read the caller's weights: 16 bytes of each row, wherever one begins.
+// Wider tiles than kCopiesWeights ones have no registers left for it.
+template <class C>
+inline constexpr bool kCopiesWeights = C::BN <= 64;
 template <class C>
 bool copies_weights(const ConvArgs& args) {
+  if (!kCopiesWeights<C>) return false;
   const Weights& of = args.raw.of;
   const bool mn = major_of(of) == GMMA::Major::MN;
   return of.dtype == dtype_of<typename C::T> && (mn || of.in == 1) && (mn ? args.c_out : args.c_in) % 8 == 0 &&
          ((mn ? of.in : of.out) | of.first | of.offset | of.group) % 8 == 0 &&
          reinterpret_cast<uintptr_t>(of.data) % 16 == 0;
 }
-
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;\n" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory"); }
 
 // Stores 1 at `addr` of the shared memory of all `parts` CTAs of the cluster.
 __device__ __forceinline__ void tell_cluster(uint32_t addr, int parts) {
@@ -118,8 +119,8 @@ __device__ __forceinline__ void tell_cluster(uint32_t addr, int parts) {
 // Major: of B. wide: outputs_aligned16.
 template <class C, GMMA::Major Major>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    fprop_small_kernel(const __grid_constant__ ConvArgs args, const __grid_constant__ Parts shared_by,
-                       const bool wide) {
+    fprop_small_kernel(const __grid_constant__ ConvArgs args, const __grid_constant__ Parts shared_by, const bool wide,
+                       int /*image_blocks*/) {
 #if defined(VOXMMA_SM90A)
   using T = typename C::T;
   using Acc = typename C::Acc;
@@ -175,13 +176,18 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int chunk_begin = shared_by.chunk(rank, chunks), chunk_end = shared_by.chunk_end(rank, chunks);
   const char* src = static_cast<const char*>(args.a) + g * args.a_group * 2;
   const uint32_t row_pieces = uint32_t(args.lda / 8);
+  uint32_t first_frag = 0;  // of the producer's lanes, on its way with the pass
+  if (group_id == C::kConsumers && lane < kFrags) {
+    asm volatile("ld.global.nc.u32 %0, [%1];\n"
+                 : "=r"(first_frag)
+                 : "l"(plan.frag + int64_t(at.first_pass) * kFrags + lane));
+  }
   const Pass first = load_pass(plan, at.first_pass);
   // Whether the first pass has rows for this CTA: then the consumers gather them for its first chunk.
   const bool first_rows = first.uniq_count > 0 && shared_by.offsets_of(rank, plan.kernel_volume, first) != 0;
   __syncthreads();
 
   if (group_id == C::kConsumers) {  // ---- producer warpgroup ----
-    if constexpr (C::kMoveRegisters) cutlass::arch::warpgroup_reg_dealloc<32>();
     const int producer = warp - C::kConsumers * 4;
     RingState<C::kStages> ws;
     RingState<C::kRowSlots> rs;
@@ -234,7 +240,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       for (int p = 0; p < at.passes; ++p) {
         const int id = at.first_pass + p;
         const Pass pass = p == 0 ? first : load_pass(plan, id);
-        const uint32_t frag = lane < kFrags ? __ldg(plan.frag + int64_t(id) * kFrags + lane) : 0;
+        const uint32_t frag = p == 0 ? first_frag : lane < kFrags ? __ldg(plan.frag + int64_t(id) * kFrags + lane) : 0;
         const uint32_t share = shared_by.offsets_of(rank, plan.kernel_volume, pass);
         const uint32_t used = __reduce_or_sync(0xffffffffu, frag) & share;
         const bool rows = pass.uniq_count > 0 && share != 0;
@@ -283,16 +289,18 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         }
       }
       cp_async_wait_all();
+      cluster_arrive();
+      cluster_wait();
       if (bad) tell_cluster(weight_told, parts);
-      cluster_sync();
-      cluster_sync();
+      cluster_publish();
+      cluster_wait();
       if (second || lds_u32(sum_told) == 0) return;
-      clear_zero_rows(kWarpGroup);  // sums lay over them
+      __syncthreads();              // the consumers have added their sums,
+      clear_zero_rows(kWarpGroup);  // which lay over the rings
       cutlass::arch::fence_view_async_shared();
       __syncthreads();
     }
   } else {  // ---- consumer warpgroups ----
-    if constexpr (C::kMoveRegisters) cutlass::arch::warpgroup_reg_alloc<112>();
     if (first_rows) {
       RowIds<kUniqueMax, C::kConsumers * 4> ids;
       ids.load(plan.uniq + int64_t(first.uniq_begin4) * 4, first.uniq_count, row_pieces, warp, lane);
@@ -413,21 +421,23 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       }
 
       // ---- sums over the cluster, epilogue, one rounding, rows scattered to the caller's order ----
-      // A thread keeps its four columns and walks down the CTA's share of the rows.
-      constexpr int kQuads = BN / 4, kWalk = kConsumerThreads / kQuads;
-      int row = kFrags * rank / parts * kFragRows + threadIdx.x / kQuads;
-      const int row_end = threadIdx.x < kWalk * kQuads ? kFrags * (rank + 1) / parts * kFragRows : 0;
-      const int col = threadIdx.x % kQuads * 4, left = args.c_out - col0;
-      const auto row_of = [&](int r) { return r < row_end ? __ldg(plan.order + int64_t(at.tile) * kTileM + r) : -1; };
-      int to = row_of(row);
-      const uint32_t sums = smem_u + ((row16 + lane / 4) * C::kSumPitch + lane % 4 * 2) * 4;
-      asm volatile("bar.sync 1, %0;\n" ::"n"(kConsumerThreads) : "memory");  // nobody reads its operands any more
+      ClusterSums<C> sums(smem_u, warp, lane, rank, parts, plan.order + int64_t(at.tile) * kTileM);
+      cluster_arrive();  // every ring has run dry
+      float zero = 0;    // or NaN
 #pragma unroll
       for (int j = 0; j < BN / 8; ++j) {
-        sts_v2(sums + j * 32, acc.pair(j, 0));
-        sts_v2(sums + j * 32 + 8 * C::kSumPitch * 4, acc.pair(j, 1));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 v = acc.pair(j, half);
+          zero = fmaf(v.x, 0.f, fmaf(v.y, 0.f, zero));
+        }
       }
-      cluster_arrive();
+      const bool finite = __all_sync(~0u, zero == 0);
+      cluster_wait();
+      sums.store(acc);
+      if (!finite && lane == 0) tell_cluster(sum_told, parts);
+      sums.publish();
+      const int col = sums.column(), left = args.c_out - col0;
       const int64_t channel = int64_t(g) * args.c_out + col0 + col;
       float factor[4] = {1, 1, 1, 1}, summand[4] = {0, 0, 0, 0};
       const bool scales = args.channels.scale.values != nullptr || args.channels.var.values != nullptr;
@@ -443,30 +453,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         }
       }
       cluster_wait();
-      bool finite = true;
-#pragma unroll 1
-      for (int now = to; row < row_end; row += kWalk, now = to) {
-        to = row_of(row + kWalk);
-        if (now < 0 || col >= left) continue;
-        float4 part[kMaxParts];
-#pragma unroll
-        for (int p = 0; p < kMaxParts; ++p) {
-          if (p < parts) part[p] = lds_cluster(smem_u + (row * C::kSumPitch + col) * 4, p);
-        }
-        float v[4] = {part[0].x, part[0].y, part[0].z, part[0].w};
-#pragma unroll
-        for (int p = 1; p < kMaxParts; ++p) {
-          if (p < parts) v[0] += part[p].x, v[1] += part[p].y, v[2] += part[p].z, v[3] += part[p].w;
-        }
-#pragma unroll
-        for (int e = 0; e < 4; ++e) finite = finite && isfinite(v[e]);
+      sums.each_row([&](int row, float (&v)[4]) {
+        if (col >= left) return;
 #pragma unroll
         for (int e = 0; e < 4; ++e) v[e] = scales ? fmaf(v[e], factor[e], summand[e]) : adds ? v[e] + summand[e] : v[e];
-        finish<cuda_type<T>>(args, now, channel, v, left - col, wide);
-      }
-      if (!second) {
-        if (__any_sync(~0u, !finite) && lane == 0) tell_cluster(sum_told, parts);
-      } else if (lds_u32(weight_told) != 0) {
+        finish<cuda_type<T>>(args, row, channel, v, left - col, wide);
+      });
+      if (second && lds_u32(weight_told) != 0) {
         asm volatile("bar.sync 1, %0;\n" ::"n"(kConsumerThreads) : "memory");  // other threads stored the rows
         for (int frag = kFrags * rank / parts + warp; frag < kFrags * (rank + 1) / parts; frag += C::kConsumers * 4) {
           if (!scales && !has_epilogue(args)) {
@@ -485,9 +478,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                                              });
         }
       }
-      cluster_sync();
       if (second || lds_u32(sum_told) == 0) return;
       __syncthreads();
+      __syncthreads();  // the rings are clear
     }
   }
 #endif

@@ -90,33 +90,20 @@ __device__ inline void sts_v4(uint32_t addr, int4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
-__device__ inline void sts_v2(uint32_t addr, float2 v) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(addr), "f"(v.x), "f"(v.y) : "memory");
-}
 __device__ inline void sts_u32(uint32_t addr, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(addr), "r"(v) : "memory");
 }
 
-// Rank of this CTA in its cluster, a barrier of all threads of the cluster that also orders their shared memory, and a
-// load from where `addr` is in the CTA of another rank.
+// Rank of this CTA in its cluster, and the two halves of a barrier of all threads of the cluster. cluster_arrive alone
+// orders nothing that was stored before; behind the second one, what a thread stored before cluster_publish can be read.
 __device__ inline int cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
   return int(rank);
 }
-__device__ inline void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
-}
-__device__ inline float4 lds_cluster(uint32_t addr, int rank) {
-  float4 v;
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}\n"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "r"(addr), "r"(rank)
-      : "memory");
-  return v;
-}
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;\n" ::: "memory"); }
+__device__ inline void cluster_publish() { asm volatile("barrier.cluster.arrive.release;\n" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory"); }
 
 // The wgmma atom m64 x N x k16, A (K-major) from registers, B from shared memory in `MajorB`.
 template <class T, class Acc, int N, GMMA::Major MajorB>

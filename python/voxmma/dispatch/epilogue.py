@@ -98,31 +98,31 @@ class Epilogue(NamedTuple):
         """Whether one call does what the layers would, with `channels` in the result: dtypes are those that
         torch's batch norm takes, the residual lies on the very coordinates of the result, and no gradient is
         asked for, but of a norm in training, which needs two rows and a GPU."""
-        operands = [x, weight, bias]
-        norm = self.norm
-        if norm is not None:
-            if norm.momentum is not None:
-                if not x.is_cuda or out.num < 2 or not takes_numbers((*norm[2:4], *norm[:2]), dtype):
-                    return False
-            else:
-                for number in norm[:4]:
-                    if number is not None and number.dtype not in _TAKEN[dtype]:
-                        return False
-            operands += norm[:4]
-        if self.residual is not None:
-            rows = self.residual._feats
-            if self.residual._coord_set is not out or rows.dtype != dtype or rows.shape[1] != channels:
+        norm, trains = self.norm, self.trains()
+        if norm is not None and trains:
+            if not x.is_cuda or out.num < 2 or not takes_numbers((*norm[2:4], *norm[:2]), dtype):
                 return False
-            operands.append(rows)
-        for other in self.beside:
+        elif norm is not None:
+            taken = _TAKEN[dtype]
+            for number in norm[:4]:
+                if number is not None and number.dtype not in taken:
+                    return False
+        residual, others = self.residual, self.beside
+        if residual is not None:
+            rows = residual._feats
+            if residual._coord_set is not out or rows.dtype != dtype or rows.shape[1] != channels:
+                return False
+        for other in others:
             if other._coord_set is not out or other._feats.dtype != dtype:
                 return False
-            operands.append(other._feats)
-        if norm is not None and norm.momentum is not None:
+        if not trains and not torch.is_grad_enabled():
+            return True
+        numbers = () if norm is None else norm[:4]
+        others = others if residual is None else (residual, *others)
+        operands = [x, weight, bias, *numbers, *(other._feats for other in others)]
+        if trains:
             return not has_torch_function(operands)
-        if torch.is_grad_enabled():
-            return not any(t is not None and t.requires_grad for t in operands)
-        return True
+        return not any(t is not None and t.requires_grad for t in operands)
 
     def run(self, prepared: _C.PreparedConv, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution and this."""

@@ -92,10 +92,16 @@ def norm_of(layer: Any) -> Norm | None:
     if name is None or layer.training or not untouched(layer):
         return None
     own, parameters = layer._buffers, layer._parameters
-    mean, var = own.get("running_mean"), own.get("running_var")
-    if mean is None or var is None or "weight" not in parameters or "bias" not in parameters:
+    try:
+        mean, var, weight, bias = (
+            own["running_mean"],
+            own["running_var"],
+            parameters["weight"],
+            parameters["bias"],
+        )
+    except KeyError:  # parametrized
         return None
-    return Norm(mean, var, parameters["weight"], parameters["bias"], layer.eps, name)
+    return None if mean is None or var is None else Norm(mean, var, weight, bias, layer.eps, name)
 
 
 def training_norm_of(layer: Any, x: Tensor) -> Norm | None:

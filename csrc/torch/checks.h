@@ -27,6 +27,10 @@ void check_tensor(const char* name, const Tensor& t, int64_t dim, const Tensor& 
 // business; checked here is what can be without a copy. `n_in`: rows that the map is read for, -1: none are.
 void check_map(const char* name, TensorList map, const Tensor& x, int64_t kernel_volume, int64_t n_in, int64_t n_out);
 
+// A contiguous tensor in the memory of `whole`, from the `begin`th int32 of its storage on. No dispatch, and no view: writes
+// are counted by themselves.
+Tensor part_of(const Tensor& whole, int64_t begin, at::IntArrayRef sizes, ScalarType dtype = at::kInt);
+
 // Changes whenever torch writes into one of the tensors.
 int64_t version_of(TensorList tensors);
 

@@ -74,6 +74,9 @@ def write_count(tensors: tuple[object, ...]) -> int:
 def map_size(like: Tensor, n_in: int, n_out: int) -> Tensor:
     """Empty int32 of shape (0, n_in, n_out) on the device of `like`, never an inference tensor."""
 
+def cut_plan(plan: Sequence[Tensor], n_in: int, n_out: int, passes: int, units: int) -> list[Tensor]:
+    """The tensors of a map: what a compact plan of `plans_sized` used, which had room for that."""
+
 def put_coords(coords: Tensor, buffer: Tensor, count: Tensor) -> None:
     """Copies (n, 4) int32 or int64 rows into the first ones of a buffer, (capacity, 4) int32, and n into
     count, (1,) int64. Of int64, numbers beyond 2^30 and -2^30 become these."""

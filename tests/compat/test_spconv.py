@@ -395,6 +395,16 @@ def test_members_that_upstream_copies() -> None:
     assert not z.is_quantized and z.shadow_copy().features is z.features
 
 
+def test_attributes_are_listed_as_by_object() -> None:
+    class Own(spconv.SparseConvTensor):
+        more = 1
+
+    for kind in (spconv.SparseConvTensor, Own):
+        x = kind(torch.zeros(1, 2), torch.zeros(1, 4, dtype=torch.int32), [2, 2, 2], 1)
+        x.mine = 3
+        assert set(x.__dir__()) == set(object.__dir__(x)) and "mine" in dir(x)
+
+
 def test_dense_and_back(device: torch.device) -> None:
     for shape in [(9, 8, 7), (5, 6), (11,)]:
         x = small(3, shape, device)

@@ -520,13 +520,8 @@ def test_compact_schedules_have_the_tiles_that_have_rows(name: str) -> None:
     made = sized_set(coords, len(coords) + 3000, device)
     n = len(made.coords)
     room = plan_room(SAME, False, n, n)[2:]
-    order, schedule, passes, frag, uniq, local, _ = plan_sized(
-        made, made, SAME, False, room, status_of(device)[0], compact=True
-    )
-    tiles = -(-len(coords) // TILE)
-    cut = schedule.view(-1)[: 8 * tiles].view(2, tiles, 4)
-    size = torch.empty((0, len(coords), len(coords)), dtype=torch.int32, device=device)
-    tensors = [order[: tiles * TILE], cut, passes, frag, uniq, local[:tiles], size]
+    whole = plan_sized(made, made, SAME, False, room, status_of(device)[0], compact=True)
+    tensors = voxmma._C.cut_plan(whole, len(coords), len(coords), len(whole[2]), len(whole[4]) // 4)
     check_map(tensors, eager_map(exact, exact, SAME, False), len(coords))
 
 

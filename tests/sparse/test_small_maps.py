@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from voxmma._extension import _C
 from voxmma.sparse import derive
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.geometry import Geometry
@@ -178,6 +179,29 @@ def test_many_plans_at_once_are_those_made_one_by_one(device: torch.device, n: i
                     assert bool((mine[: max(used - 1, 0), 3] >= mine[1:used, 3]).all())
             assert torch.equal(tensors[0][: 256 * used], alone[0][: 256 * used])
             assert torch.equal(tensors[5][:used], alone[5][:used])
+
+
+def test_plans_are_cut_to_what_they_use() -> None:
+    whole = torch.arange(5000, dtype=torch.int32)
+    plan = [whole[:1024], whole[1024:1056].view(2, 4, 4), whole[1056:1096].view(10, 4)]
+    plan += [
+        whole[1100:1260].view(10, 16),
+        whole[1260:1660],
+        torch.arange(4 * 8 * 256).short().view(4, 8, 256),
+    ]
+    made = _C.cut_plan(plan, 700, 300, 3, 20)
+    order, schedule, passes, frag, uniq, local = plan
+    expected = [order[:512], schedule.view(-1)[:16].view(2, 2, 4), passes[:3], frag[:3], uniq[:80], local[:2]]
+    assert all(
+        torch.equal(a, b) and a.data_ptr() == b.data_ptr() for a, b in zip(made, expected, strict=False)
+    )
+    assert made[6].shape == (0, 700, 300) and made[6].dtype == torch.int32
+    before = _C.write_count(tuple(made))
+    made[4][0] = 7
+    assert _C.write_count(tuple(made)) != before and uniq[0] == 7
+    for sizes in ((1, 1025, 3, 20), (1, 300, 11, 20), (1, 300, 3, 101)):
+        with pytest.raises(ValueError, match="no "):
+            _C.cut_plan(plan, *sizes)
 
 
 @pytest.mark.gpu

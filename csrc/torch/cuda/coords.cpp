@@ -25,15 +25,6 @@ struct Parts {
   }
 };
 
-// A contiguous tensor in the memory of `whole`, an int32 tensor, from element `begin` of it on.
-Tensor part_of(const Tensor& whole, int64_t begin, at::IntArrayRef sizes, ScalarType dtype = at::kInt) {
-  const auto type = c10::scalarTypeToTypeMeta(dtype);
-  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(whole.storage()), whole.key_set(), type);
-  impl->set_storage_offset(begin * static_cast<int64_t>(sizeof(int)) / static_cast<int64_t>(type.itemsize()));
-  impl->set_sizes_contiguous(sizes);
-  return Tensor(std::move(impl));
-}
-
 void copy_triple(const char* name, const Ints& from, int* to) {
   TORCH_CHECK(from.size() == 3, name, " must hold 3 integers, got ", from.size());
   for (int i = 0; i < 3; ++i) to[i] = static_cast<int>(from[i]);

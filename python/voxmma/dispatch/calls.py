@@ -57,8 +57,9 @@ def call(
     call like an earlier one on the same coordinates takes its map, tiles and record over (`Repeat`).
     """
     key = place = known = None
+    compiling = torch.compiler.is_compiling()
     if isinstance(x, Voxels):
-        if not torch.compiler.is_compiling():
+        if not compiling:
             key = _key(config, x, weight, bias, coords, kernel_map)
             again = None if key is None else x._coord_set.calls.get(key)
             if again is not None:
@@ -79,7 +80,7 @@ def call(
         _check_operands(x, _kernel(config, weight), bias, config.volume, config.groups)
     if x._coord_set.repeated is not None:
         key, x = None, x.sites()
-    if kernel_map is None and not torch.compiler.is_compiling():
+    if kernel_map is None and not compiling:
         meet(x._coord_set, weight)
     mapping, out, stride = resolve_map(x, config, coords, kernel_map)
     if config.transposed and mapping.symmetric:
@@ -517,11 +518,12 @@ def _convolve(
     op, written = torch.ops.voxmma.conv, config.out_dtype
     if scaled:
         op, written = torch.ops.voxmma.conv_rescaled, config.out_dtype or compute_dtype
-    over = mapping.tensors, opposite, mapping.out_coords.num, mapping.symmetric, False
+    n_out = mapping.out_coords.num
+    over = mapping.tensors, opposite, n_out, mapping.symmetric, False
     operands = (*over, ran, tile, dgrad_tile, wgrad_tile, written)
     applied: tuple[str, ...] = ()
     channels = _channels(config, weight)
-    parts = _parts(tile, config, x.shape[1], channels, mapping, feats.device)
+    parts = _parts(tile, n_out, mapping.kernel_volume, x.shape[1], channels, config.groups, feats.device)
     plain = not (scaled or torch.compiler.is_compiling() or has_torch_function((x, weight, bias)))
     prepared = _C.PreparedConv(*operands, config.stored) if plain else None  # names take a microsecond
     if prepared is None:
@@ -536,7 +538,8 @@ def _convolve(
         y = prepared(x, weight, bias)
     record = _record(config.layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
     notify(record)
-    observe(x, _kernel(config, weight) if observed() else weight, bias, mapping, y, record)
+    if observed():
+        observe(x, _kernel(config, weight), bias, mapping, y, record)
     return _Result(y, record, op, operands, decision, applied, prepared)
 
 
@@ -595,15 +598,14 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _parts(
-    tile: str, config: ConvConfig, c_in: int, c_out: int, mapping: KernelMap, device: torch.device
+    tile: str, n_out: int, volume: int, c_in: int, c_out: int, groups: int, device: torch.device
 ) -> int:
     """`Record.parts` of a call of that many channels over all groups."""
     if device.type != "cuda":
         return 1
     if torch.compiler.is_compiling():
         return 0
-    if mapping.out_coords.num == 0:
+    if n_out == 0:
         return 1
-    groups, sms = config.groups, _multiprocessors(device)
-    channels = c_in // groups, c_out // groups
-    return _C.tile_parts(tile, mapping.out_coords.num, mapping.kernel_volume, *channels, groups, sms)
+    sms = _multiprocessors(device)
+    return _C.tile_parts(tile, n_out, volume, c_in // groups, c_out // groups, groups, sms)

@@ -73,7 +73,7 @@ def fp16_accum_flag(use_fp16_accum: bool | None, accumulator: str | None) -> boo
     return name != "fp32"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ConvConfig:
     """A convolution as `voxmma.dispatch.calls.call` takes it; equal ones decide alike on equal operands.
 
@@ -107,6 +107,7 @@ class ConvConfig:
     """whether weights are (C_out, *kernel_size, C_in), as torch and spconv store them; not with groups, nor
     where torch.compile traces"""
     geometry: Geometry = field(init=False, repr=False, compare=False)
+    _values: tuple[Any, ...] = field(init=False, repr=False, compare=False, default=())
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -133,19 +134,20 @@ class ConvConfig:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPE_NAMES):
                 raise ValueError(f"{name} must be {ANY_DTYPE}, or None, got {dtype!r}")
-        self._put("_hash", hash(self._values()))
+        self._put("_values", tuple([getattr(self, f.name) for f in fields(self) if f.init]))
+        self._put("_hash", hash(self._values))
 
     def _put(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, f.name) for f in fields(self) if f.init)
-
     def __hash__(self) -> int:
         return self._hash
 
+    def __eq__(self, other: object) -> bool:  # layers that are alike look each other's calls up
+        return self is other or (isinstance(other, ConvConfig) and self._values == other._values)
+
     def __reduce__(self) -> tuple[Any, ...]:  # hashes are of one process
-        return ConvConfig, self._values()
+        return ConvConfig, self._values
 
     @property
     def volume(self) -> int:

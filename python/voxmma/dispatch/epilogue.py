@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -68,8 +68,7 @@ class Activation(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Epilogue:
+class Epilogue(NamedTuple):
     """`activation(norm(y) + residual)` of a convolution's result y; each may be missing."""
 
     norm: Norm | None = None
@@ -99,29 +98,31 @@ class Epilogue:
         """Whether one call does what the layers would, with `channels` in the result: dtypes are those that
         torch's batch norm takes, the residual lies on the very coordinates of the result, and no gradient is
         asked for, but of a norm in training, which needs two rows and a GPU."""
-        operands = [x, weight, bias]
-        norm = self.norm
-        if norm is not None:
-            if norm.momentum is not None:
-                if not x.is_cuda or out.num < 2 or not takes_numbers((*norm[2:4], *norm[:2]), dtype):
+        norm, trains = self.norm, self.trains()
+        if norm is not None and trains:
+            if not x.is_cuda or out.num < 2 or not takes_numbers((*norm[2:4], *norm[:2]), dtype):
+                return False
+        elif norm is not None:
+            taken = _TAKEN[dtype]
+            for number in norm[:4]:
+                if number is not None and number.dtype not in taken:
                     return False
-            elif any(tensor is not None and tensor.dtype not in _TAKEN[dtype] for tensor in norm[:4]):
+        residual, others = self.residual, self.beside
+        if residual is not None:
+            rows = residual._feats
+            if residual._coord_set is not out or rows.dtype != dtype or rows.shape[1] != channels:
                 return False
-            operands += norm[:4]
-        if self.residual is not None:
-            rows = self.residual._feats
-            if self.residual._coord_set is not out or rows.dtype != dtype or rows.shape[1] != channels:
-                return False
-            operands.append(rows)
-        for other in self.beside:
+        for other in others:
             if other._coord_set is not out or other._feats.dtype != dtype:
                 return False
-            operands.append(other._feats)
-        if norm is not None and norm.momentum is not None:
+        if not trains and not torch.is_grad_enabled():
+            return True
+        numbers = () if norm is None else norm[:4]
+        others = others if residual is None else (residual, *others)
+        operands = [x, weight, bias, *numbers, *(other._feats for other in others)]
+        if trains:
             return not has_torch_function(operands)
-        if torch.is_grad_enabled():
-            return not any(t is not None and t.requires_grad for t in operands)
-        return True
+        return not any(t is not None and t.requires_grad for t in operands)
 
     def run(self, prepared: _C.PreparedConv, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution and this."""
@@ -144,14 +145,13 @@ class Epilogue:
 
     def names(self) -> tuple[str, ...]:
         """What `explain` lists where one call did it."""
-        found = [self.norm.name] if self.norm is not None else []
-        if self.residual is not None:
-            found.append("+ residual")
-        if self.activation is not None:
-            found.append(self.activation.name)
-        if self.beside:
-            found.append("cat")
-        return tuple([f"{name} (fused)" for name in found])
+        norm, act = self.norm, self.activation
+        return _fused(
+            None if norm is None else norm.name,
+            None if self.residual is None else "+ residual",
+            None if act is None else act.name,
+            "cat" if self.beside else None,
+        )
 
     def apply(self, y: Voxels) -> Voxels:
         """The same on its own, rounding after each step, as the layers do."""
@@ -166,3 +166,8 @@ class Epilogue:
             kind, slope, name = self.activation
             y = y._after(ACTIVATIONS[kind](y._feats, slope), name)
         return y
+
+
+@functools.lru_cache(maxsize=256)
+def _fused(*names: str | None) -> tuple[str, ...]:
+    return tuple([f"{name} (fused)" for name in names if name is not None])

@@ -211,6 +211,6 @@ def notify(record: Record) -> None:
 
     Under torch.compile it does nothing, so that it breaks no graph.
     """
-    if not torch.compiler.is_compiling():
+    if _active and not torch.compiler.is_compiling():
         for log in _active:
             log._claim(record)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from voxmma._extension import _C
 from voxmma.sparse.build import size_tensor
 from voxmma.sparse.cached import ByTensor, Made, _capturing, keep
 from voxmma.sparse.coords import _KEPT, CoordSet
@@ -201,13 +202,13 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
     sets: dict[_Site | None, SizedSet] = {
         None: SizedSet(coords.coords, count, None, (index[0], index[1]), coords.bounds)
     }
-    for site, line in zip(sites, status, strict=False):
+    for site, line in zip(sites, status[: len(sites)].unbind(), strict=True):
         room = int(site.rate * rows * _SET_SLACK) + _TILE
         sets[site] = derive_sized(sets[site.source], site.key, room, line)
     plans = []
     for wanted in maps:
         inputs, outputs = sets[wanted.inputs], sets[wanted.outputs]
-        n_in, n_out = len(inputs.coords), len(outputs.coords)
+        n_in, n_out = inputs.coords.shape[0], outputs.coords.shape[0]  # quicker than len()
         passes = int(wanted.passes * -(-n_out // _TILE) * _MAP_SLACK) + 8
         units = int(wanted.units * max(n_in, n_out) * _MAP_SLACK) + 64
         plans.append(Plan(inputs, outputs, wanted.geometry, wanted.reverse, (passes, units)))
@@ -220,7 +221,7 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
         if source is None:
             continue
         site.rate = _rate(site.rate, number / rows)
-        if not outside and number <= len(sets[site].coords):
+        if not outside and number <= sets[site].coords.shape[0]:
             exact[site] = _keep_set(source, sets[site], Place(place.asked, rows, site, place), number, done)
     for wanted, plan, tensors, (units, passes, pairs, _) in zip(
         maps, plans, made, found[len(sites) :], strict=True
@@ -264,27 +265,17 @@ def _keep_map(
     done: Made,
 ) -> None:
     """Caches a map with its sets, if it found room."""
-    size = size_tensor(inputs._coords, outputs._coords)
+    n_in, n_out = inputs.num, outputs.num
     if inputs.device.type == "cuda":
         passes, units = need
-        tiles = -(-outputs.num // _TILE)
-        wanted.passes = _rate(wanted.passes, passes / max(tiles, 1))
-        wanted.units = _rate(wanted.units, units / max(inputs.num, outputs.num, 1))
+        wanted.passes = _rate(wanted.passes, passes / max(-(-n_out // _TILE), 1))
+        wanted.units = _rate(wanted.units, units / max(n_in, n_out, 1))
         if passes > room[0] or units > room[1]:
             return
-        order, schedule, pass_list, frag, uniq, local, _ = tensors
-        schedule = schedule.view(-1)[: 8 * tiles].view(2, tiles, 4)
-        cut = (
-            order[: tiles * _TILE],
-            schedule,
-            pass_list[:passes],
-            frag[:passes],
-            uniq[: 4 * units],
-            local[:tiles],
-        )
-        direction = Direction([*cut, size], pairs, beside=done)
+        tensors = _C.cut_plan(tensors, n_in, n_out, passes, units)
     else:
-        direction = Direction([*tensors[:-1], size], pairs, beside=done)
+        tensors = [*tensors, size_tensor(inputs._coords, outputs._coords)]
+    direction = Direction(tensors, pairs, beside=done)
     direction.wanted = wanted
     fine, coarse = (outputs, inputs) if wanted.reverse else (inputs, outputs)
     core = core_between(fine, coarse, wanted.geometry, wanted.flipped)

@@ -202,7 +202,8 @@ def plan_sized(
 
     status: [units of 4 unique rows, passes, pairs, unused], as many as are needed.
 
-    `compact`: only tiles that have rows are on the schedule, (2, tiles, 4) at the beginning of its memory.
+    `compact`: for `_C.cut_plan`, without the last tensor. Only tiles that have rows are on the schedule,
+    (2, tiles, 4) at the beginning of its memory.
     """
     return plans_sized([Plan(inputs, outputs, geometry, reverse, room)], status.view(1, 4), compact)[0]
 
@@ -231,8 +232,9 @@ def plans_sized(
         made = [_pairs(p) for p in plans]
         for line, tensors in zip(status, made, strict=True):
             _tell(line, 0, 0, len(tensors[0]), 0)
-    for plan, tensors in zip(plans, made, strict=True):
-        tensors.append(size_tensor(plan.inputs.coords, plan.outputs.coords))
+    if not compact:
+        for plan, tensors in zip(plans, made, strict=True):
+            tensors.append(size_tensor(plan.inputs.coords, plan.outputs.coords))
     return made
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,13 +35,19 @@ _NORMS: dict[type, str] = {
     nn.BatchNorm1d: "BatchNorm1d",
 }
 
-#: Activations of the epilogue, by exact class: kind and slope. None: the layer is set to something else.
-_ACTIVATIONS: dict[type, Callable[[Any], tuple[str, float] | None]] = {}
+_RELU, _SILU, _GELU = (Activation(n.lower(), 0.0, n) for n in ("ReLU", "SiLU", "GELU"))
+
+#: Activations of the epilogue, by exact class. None: the layer is set to something else.
+_ACTIVATIONS: dict[type, Callable[[Any], Activation | None]] = {}
 for _ours, _theirs, _kind in (
-    (activation.ReLU, nn.ReLU, lambda layer: ("relu", 0.0)),
-    (activation.LeakyReLU, nn.LeakyReLU, lambda layer: ("leaky_relu", float(layer.negative_slope))),
-    (activation.SiLU, nn.SiLU, lambda layer: ("silu", 0.0)),
-    (activation.GELU, nn.GELU, lambda layer: ("gelu", 0.0) if layer.approximate == "none" else None),
+    (activation.ReLU, nn.ReLU, lambda layer: _RELU),
+    (
+        activation.LeakyReLU,
+        nn.LeakyReLU,
+        lambda layer: Activation("leaky_relu", float(layer.negative_slope), "LeakyReLU"),
+    ),
+    (activation.SiLU, nn.SiLU, lambda layer: _SILU),
+    (activation.GELU, nn.GELU, lambda layer: _GELU if layer.approximate == "none" else None),
 ):
     _ACTIVATIONS[_ours] = _ACTIVATIONS[_theirs] = _kind
 
@@ -87,10 +92,16 @@ def norm_of(layer: Any) -> Norm | None:
     if name is None or layer.training or not untouched(layer):
         return None
     own, parameters = layer._buffers, layer._parameters
-    mean, var = own.get("running_mean"), own.get("running_var")
-    if mean is None or var is None or "weight" not in parameters or "bias" not in parameters:
+    try:
+        mean, var, weight, bias = (
+            own["running_mean"],
+            own["running_var"],
+            parameters["weight"],
+            parameters["bias"],
+        )
+    except KeyError:  # parametrized
         return None
-    return Norm(mean, var, parameters["weight"], parameters["bias"], layer.eps, name)
+    return None if mean is None or var is None else Norm(mean, var, weight, bias, layer.eps, name)
 
 
 def training_norm_of(layer: Any, x: Tensor) -> Norm | None:
@@ -111,8 +122,7 @@ def training_norm_of(layer: Any, x: Tensor) -> Norm | None:
 def activation_of(layer: Any) -> Activation | None:
     """A layer as an activation of the epilogue; None where it is none."""
     what = _ACTIVATIONS.get(type(layer))
-    found = what(layer) if what is not None and untouched(layer) else None
-    return None if found is None else Activation(*found, type(layer).__name__)
+    return what(layer) if what is not None and untouched(layer) else None
 
 
 def epilogue_of(layers: Sequence[nn.Module | Add], first: int, x: Tensor) -> tuple[Epilogue | None, int]:
@@ -162,7 +172,7 @@ def run_layers(layers: Sequence[nn.Module | Add], x: Any, beside: tuple[Voxels, 
             if "weight" in own and "bias" in own:
                 if beside and end == len(layers) and _writes_beside(then):
                     otherwise = functools.partial(run_layers, layers[at:end], beside=beside)
-                    then, beside = replace(then or Epilogue(), otherwise=otherwise, beside=beside), ()
+                    then, beside = (then or Epilogue())._replace(otherwise=otherwise, beside=beside), ()
                 if then is not None:
                     x = call(conv.config, x, own["weight"], own["bias"], then=then)
                     at = end

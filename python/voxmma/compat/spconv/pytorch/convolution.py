@@ -17,7 +17,15 @@ from torch import nn
 from voxmma import compat
 from voxmma._types import positive
 from voxmma.compat.spconv.core import ConvAlgo
-from voxmma.compat.spconv.pytorch.core import _ONE, IndiceData, Places, SparseConvTensor, padded, sizes
+from voxmma.compat.spconv.pytorch.core import (
+    _ONE,
+    IndiceData,
+    Places,
+    SparseConvTensor,
+    _of_state,
+    padded,
+    sizes,
+)
 from voxmma.compat.spconv.pytorch.modules import SparseModule
 from voxmma.compat.spconv.pytorch.timing import timed
 from voxmma.dispatch.calls import call
@@ -207,7 +215,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         if input.benchmark:
             return timed(self, input, add_input, then)
         places, features = input._here(), input._features
-        if places.ndim != self.ndim or features.size(0) != places.count:
+        if places.ndim != self.ndim or features.shape[0] != places.count:
             raise _misfit(self, places, features)
         own: dict[str, Any] = self._parameters
         coords = places.coords
@@ -221,9 +229,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
             config, weight = viewed, self._kernel(weight)
         back = None if data is None else data.back
         y = call(config, Voxels._make(coords, features, _ONE), weight, bias, kernel_map=back, then=then)
-        made = SparseConvTensor.__new__(SparseConvTensor)
-        state = made.__dict__
-        state.update(input.__dict__)
+        state = input.__dict__.copy()
         if data is not None:
             state["_places"], state["spatial_shape"] = data.inputs, data.spatial_shape
         elif self.subm or self.conv1x1:
@@ -238,9 +244,12 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         rows, state["_record"], state["_applied"] = y._feats, y._record, y._applied
         if self.record_voxel_count and self.training:
             self._buffers[_VOXELS_SEEN].clamp_(min=rows.shape[0])  # type: ignore[union-attr]
+        state["_features"] = rows
+        made = _of_state(state)
         if add_input is not None:
-            rows = rows + made._rows_of(add_input, "add")
-        state["_features"] = rows if self._activate is None else self._activate(rows)
+            made._features = rows = rows + made._rows_of(add_input, "add")
+        if self._activate is not None:
+            made._features = self._activate(rows)
         return made
 
     def _kernel(self, weight: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from voxmma.compat.spconv.core import ConvAlgo
 from voxmma.dispatch.record import Record
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.geometry import Geometry
-from voxmma.sparse.maps import KernelMap, kernel_map
+from voxmma.sparse.maps import KernelMap, map_over
 from voxmma.sparse.tensor import Voxels
 
 _ONE = (1, 1, 1)
@@ -177,17 +177,8 @@ class IndiceData:
 
     @property
     def map(self) -> KernelMap:
-        size, stride, dilation, padding = self.geometry
         outside = None if self.is_subm else self.outputs.coords
-        return kernel_map(
-            self.inputs.coords,
-            size,
-            stride=stride,
-            dilation=dilation,
-            padding=padding,
-            out_coords=outside,
-            transposed=self.transposed,
-        )
+        return map_over(self.inputs.coords, self.geometry, outside, self.transposed, False)
 
     @property
     def back(self) -> KernelMap:
@@ -292,10 +283,9 @@ class SparseConvTensor:
 
     def _with(self, features: torch.Tensor) -> SparseConvTensor:
         """Other features; all else is shared."""
-        made = SparseConvTensor.__new__(SparseConvTensor)
-        made.__dict__.update(self.__dict__)
-        made._features = features
-        return made
+        state = self.__dict__.copy()
+        state["_features"] = features
+        return _of_state(state)
 
     # ---- facts -------------------------------------------------------------------------------------------
 
@@ -376,13 +366,22 @@ class SparseConvTensor:
     def __repr__(self) -> str:
         return f"SparseConvTensor[shape={self._features.shape}]"
 
+    def __dir__(self) -> list[str]:
+        """Some names twice, so that it takes a fifth of the time: OpenPCDet looks here for `replace_feature`
+        at every call."""
+        names: list[str] = []
+        for cls in type(self).__mro__:
+            names += cls.__dict__
+        names += self.__dict__
+        return names
+
     # ---- other features, other voxels --------------------------------------------------------------------
 
     def replace_feature(self, feature: torch.Tensor) -> SparseConvTensor:
         """The same voxels with other features (N, C')."""
-        made = self._with(feature)
-        made._record, made._applied = None, ()
-        return made
+        state = self.__dict__.copy()
+        state["_features"], state["_record"], state["_applied"] = feature, None, ()
+        return _of_state(state)
 
     def shadow_copy(self) -> SparseConvTensor:
         """Another object of the same parts."""
@@ -453,6 +452,14 @@ class SparseConvTensor:
 
     def __neg__(self) -> SparseConvTensor:
         return self.minus()
+
+
+def _of_state(state: dict[str, Any]) -> SparseConvTensor:
+    """With these attributes, which become its own dict: a copy of another's takes half as long as filling the
+    one that a new object has."""
+    made = SparseConvTensor.__new__(SparseConvTensor)
+    made.__dict__ = state
+    return made
 
 
 def scatter_nd(indices: torch.Tensor, updates: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -6,6 +6,7 @@ out of quick runs, `multigpu` needs two devices.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import json
@@ -33,6 +34,12 @@ def gpu_missing(count: int = 1) -> str | None:
     if torch.cuda.device_count() < count:
         return f"{torch.cuda.device_count()} CUDA device(s), {count} needed"
     return None
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: collections of garbage need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,12 +6,18 @@ out of quick runs, `multigpu` needs two devices.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
+import json
+import os
 import random
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +34,12 @@ def gpu_missing(count: int = 1) -> str | None:
     if torch.cuda.device_count() < count:
         return f"{torch.cuda.device_count()} CUDA device(s), {count} needed"
     return None
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: collections of garbage need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,6 +65,53 @@ def _seed_and_settings() -> Iterator[None]:
     saved = voxmma.settings.snapshot()
     yield
     voxmma.settings.restore(saved)
+
+
+# ---- code in processes of its own -------------------------------------------------------------------------
+
+#: Has imported torch, and runs what each line holds in a child of its own.
+SERVER = """
+import json, os, sys, time, torch, traceback
+before, answers = set(sys.modules), os.dup(1)
+os.dup2(2, 1)
+for line in sys.stdin:
+    if os.fork() == 0:
+        try:
+            exec(json.loads(line))
+            said = {"found": found}
+        except BaseException:
+            said = {"error": traceback.format_exc()}
+        os.write(answers, (json.dumps(said) + "\\n").encode())
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    if code:
+        os.write(answers, (json.dumps({"error": f"exit code {code}"}) + "\\n").encode())
+"""
+
+Clean = Callable[[str], Any]
+
+
+@pytest.fixture(scope="session")
+def clean() -> Iterator[Clean]:
+    """Gives what code puts into `found`, run in a process that has imported torch and nothing else."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        stdin=-1,
+        stdout=-1,
+        text=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    ) as process:
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None and stdout is not None
+
+        def run(code: str) -> Any:
+            print(json.dumps(code), file=stdin, flush=True)
+            said = json.loads(stdout.readline())
+            assert "error" not in said, said["error"]
+            return said["found"]
+
+        yield run
+        stdin.close()
 
 
 # ---- scenes: (N, 4) int32 batch, x, y, z; no duplicates ----------------------------------------------------

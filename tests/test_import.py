@@ -2,53 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
+
+from conftest import Clean
 
 HEAVY = ("torch._dynamo", "matplotlib", "pydantic", "rich", "typer", "yaml")
 PUBLIC = ("accuracy", "convert", "export", "gate", "models", "nn", "policy", "schedule", "settings", "shadow")
-
-
-#: Has imported torch, and runs what each line holds in a child of its own.
-SERVER = """
-import json, os, sys, time, torch, traceback
-before = set(sys.modules)
-for line in sys.stdin:
-    if os.fork() == 0:
-        try:
-            exec(json.loads(line))
-            print(json.dumps({"found": found}), flush=True)
-        except BaseException:
-            print(json.dumps({"error": traceback.format_exc()}), flush=True)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.wait()[1])
-    if code:
-        print(json.dumps({"error": f"exit code {code}"}), flush=True)
-"""
-
-Clean = Callable[[str], Any]
-
-
-@pytest.fixture(scope="module")
-def clean() -> Iterator[Clean]:
-    """Gives what code puts into `found`, run in a process that has imported torch and nothing else."""
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=-1, stdout=-1, text=True) as process:
-        stdin, stdout = process.stdin, process.stdout
-        assert stdin is not None and stdout is not None
-
-        def run(code: str) -> Any:
-            print(json.dumps(code), file=stdin, flush=True)
-            said = json.loads(stdout.readline())
-            assert "error" not in said, said["error"]
-            return said["found"]
-
-        yield run
-        stdin.close()
 
 
 def test_import_brings_nothing_heavy(clean: Clean) -> None:

@@ -28,7 +28,7 @@ from segmentation import checkpoint, formats
 from segmentation.data import Augment, Draws, TrainingScans, bend, crop, majority
 from segmentation.evaluation import ExportError, Scores, evaluate, export, picture
 from segmentation.formats import DataError, KittiFolder, ScanNetFolder
-from segmentation.run import Group
+from segmentation.run import Group, Journal
 from segmentation.settings import MODELS, Settings
 from voxmma import Voxels
 from voxmma.models import SparseUNet
@@ -41,7 +41,9 @@ CPU = Group(torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Any:
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """And no curves.png, but of the runs from the command line, which the fixture `run` made before."""
+    monkeypatch.setattr(Journal, "draw", lambda self: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -279,7 +281,8 @@ def run(request: pytest.FixtureRequest, scenes: Path, tmp_path_factory: pytest.T
     """A run from the command line."""
     out: Path = tmp_path_factory.mktemp("run")
     options = "--model small --epochs 4 --batch 2 --lr 1e-2 --log-every 3 --device cpu --eval-every 2"
-    options += f" --workers 1 --voxel-size {0.5 if request.param == 'kitti' else 0.2} --out"
+    options += f" --workers {int(request.param == 'kitti')}"
+    options += f" --voxel-size {0.5 if request.param == 'kitti' else 0.2} --out"
     argv = ["segment.py", "train", str(scenes / request.param), *options.split(), str(out)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", argv)

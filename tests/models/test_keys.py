@@ -268,7 +268,9 @@ CASES: dict[
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_of_upstream_loads_strictly(name: str) -> None:
     make, write, layout, rename, places = CASES[name]
-    net, state = make(), write()
+    with torch.device("meta"):
+        net = make()
+    net, state = net.to_empty(device="cpu"), write()  # every value is to come from the checkpoint
     report = convert.load(net, state, layout, rename=rename)
     assert report.complete and len(report.loaded) == len(state) == len(net.state_dict())
     own = net.state_dict()
@@ -280,7 +282,7 @@ def test_a_checkpoint_of_upstream_loads_strictly(name: str) -> None:
         assert torch.equal(own[place], value.reshape(own[place].shape)), key
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["resnet21d", "second"])
 def test_other_keys_are_reported(name: str) -> None:
     make, write, layout, rename, _ = CASES[name]
     state = write() | {"head.cls.weight": torch.zeros(3), "epoch": torch.zeros(1)}

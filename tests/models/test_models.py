@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -164,6 +164,12 @@ def test_wrong_arguments_are_named() -> None:
 # ---- numbers of parameters, counted from the published lists of layers -------------------------------------
 
 
+@pytest.fixture
+def _without_values() -> Iterator[None]:
+    with torch.device("meta"):
+        yield
+
+
 def conv(c_in: int, c_out: int, volume: int) -> int:
     """A convolution without bias and its norm."""
     return c_in * c_out * volume + 2 * c_out
@@ -196,6 +202,7 @@ def unet_count(planes: Sequence[int], layers: Sequence[int], wide: bool) -> int:
     return total
 
 
+@pytest.mark.usefixtures("_without_values")
 def test_numbers_of_parameters() -> None:
     spunet = conv(6, 32, 125) + unet_count(PLANES, LAYERS, True) + 96 * 20 + 20
     assert parameters(models.spunet(6, 20)) == spunet and round(spunet / 1e6, 1) == 39.2  # PTv3's paper

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -361,11 +360,20 @@ def _rank(rank: int, folder: str, kind: str) -> None:
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, clean: conftest.Clean
+) -> list[dict[str, str]]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VOXMMA_CACHE_DIR", str(folder / "cache"))
-        mp.spawn(_rank, (str(folder), request.param), nprocs=2)  # type: ignore[no-untyped-call]
+    clean(
+        "import torch.distributed.fsdp, torch.multiprocessing as mp\n"
+        f"sys.path[:0] = {[str(path) for path in Path(__file__).parents[:2]]!r}\n"
+        f"os.environ['VOXMMA_CACHE_DIR'] = {str(folder / 'cache')!r}\n"
+        "def rank(number):\n"
+        "    import test_containers\n"
+        f"    test_containers._rank(number, {str(folder)!r}, {request.param!r})\n"
+        "mp.start_processes(rank, nprocs=2, start_method='fork')\n"
+        "found = None"
+    )
     assert not (folder / "cache").exists() or not list((folder / "cache").iterdir())
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 

@@ -156,8 +156,8 @@ def test_windows_without_voxels_give_zero_and_no_gradient(device: torch.device) 
 
 @pytest.mark.parametrize("pool", LOCAL.values(), ids=LOCAL)
 def test_window_gradients(device: torch.device, pool: Callable[..., Voxels]) -> None:
-    coords = voxmma.CoordSet(random_coords(20, 4, 2).to(device))
-    feats = torch.randperm(60, dtype=torch.float64).reshape(20, 3).to(device).requires_grad_()
+    coords = voxmma.CoordSet(random_coords(20, 3, 2).to(device))
+    feats = torch.randperm(40, dtype=torch.float64).reshape(20, 2).to(device).requires_grad_()
     for kernel, stride in ((2, 2), (3, 2), (3, 1), (2, 1)):
         run = lambda f, k=kernel, s=stride: pool(Voxels(coords, f), k, s).feats  # noqa: E731
         assert torch.autograd.gradcheck(run, (feats,))

@@ -304,7 +304,7 @@ def test_gradcheck(device, kernel_size, groups, transpose):
     case = Case(device, kernel_size, groups, channels, transpose, n=8)
     inputs = case.x(grad=True), case.weight(grad=True), case.bias(grad=True)
     assert torch.autograd.gradcheck(case.conv, inputs)
-    assert torch.autograd.gradgradcheck(case.conv, inputs)
+    assert torch.autograd.gradgradcheck(case.conv, inputs, fast_mode=True)
 
 
 def test_weights_stored_by_output_channel(device):
@@ -342,7 +342,8 @@ def test_gradcheck_of_wgrad(device, kernel_size, groups):
     case = Case(device, kernel_size, groups, (2, 4), n=8)
     inputs = case.tensor(8, 2, grad=True), case.tensor(8, 4, grad=True)
     assert torch.autograd.gradcheck(lambda x, dy: wgrad_op(*case.wgrad_args(x, dy)), inputs)
-    assert torch.autograd.gradgradcheck(lambda x, dy: wgrad_op(*case.wgrad_args(x, dy)), inputs)
+    run = lambda x, dy: wgrad_op(*case.wgrad_args(x, dy))  # noqa: E731
+    assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
 
 
 def test_expanded_and_strided_gradients(device):

@@ -39,7 +39,9 @@ def _library(kind: str) -> Library:
         if kind == "cuda" and kernels() is None:
             pytest.skip("setup.py has built no kernel library here")
         options = cuda_options() if kind == "cuda" else []
-        _LIBRARIES[kind] = Library(build(kind, *options, "-DVOXMMA_EXAMPLES=ON", "-DVOXMMA_TESTS=ON"))
+        programs = ("voxmma", "run_engine", "capi")
+        made = build(kind, *options, "-DVOXMMA_EXAMPLES=ON", "-DVOXMMA_TESTS=ON", targets=programs)
+        _LIBRARIES[kind] = Library(made)
     return _LIBRARIES[kind]
 
 

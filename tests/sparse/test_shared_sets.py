@@ -661,7 +661,7 @@ def test_fault_55_changed_coordinates_forget_the_finer_set(device: torch.device)
     assert up(moved).num_voxels == 8 * moved.num_voxels
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_fault_55_worker_processes_keep_the_finer_set(context: str) -> None:
     x, down, up = _layers(torch.device("cpu"))
     low = down(x, coords=voxmma.downsample(x, 2).coords.clone())

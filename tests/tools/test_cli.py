@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from voxmma.tools.cli import app
 from voxmma.tuning import gate, machine
 from voxmma.verify import accuracy
 
-from conftest import script
+from conftest import Clean, script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,10 +33,15 @@ def invoke(*arguments: str, code: int = 0) -> Result:
 # ---- the program -------------------------------------------------------------------------------------------
 
 
-def test_module_and_version() -> None:
-    run = [sys.executable, "-m", "voxmma", "--version"]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == voxmma.__version__
+def test_module_and_version(clean: Clean) -> None:
+    code, said = clean(
+        "import contextlib, io, runpy\n"
+        "sys.argv[1:], text = ['--version'], io.StringIO()\n"
+        "with contextlib.redirect_stdout(text):\n"
+        "    try:\n        runpy.run_module('voxmma', run_name='__main__', alter_sys=True)\n"
+        "    except SystemExit as exit:\n        found = [exit.code, text.getvalue()]"
+    )
+    assert code in (None, 0) and said.strip() == voxmma.__version__
 
 
 def test_help_names_every_command() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -19,6 +17,8 @@ from voxmma import torchflags
 from voxmma.tools import report
 from voxmma.tools.cli import app
 from voxmma.tuning import machine
+
+from conftest import Clean
 
 needs_tree = pytest.mark.skipif(not torchflags.HAS_TREE, reason="this PyTorch has no fp32_precision tree")
 
@@ -146,51 +146,37 @@ def test_preserved_restores_after_an_exception_and_tells_parts_apart() -> None:
         torchflags.Flags.from_json({"tree": {}})
 
 
-def in_a_new_process(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @needs_tree
-def test_what_cannot_be_put_back_is_reported(tmp_path: Path) -> None:
+def test_what_cannot_be_put_back_is_reported(tmp_path: Path, clean: Clean) -> None:
     # Nothing in PyTorch can write the first state of cuda.conv again, so this needs a process of its own.
-    out = in_a_new_process(
-        f"""
-        import torch
+    writable, *out = clean(
+        textwrap.dedent(f"""
         from pathlib import Path
         from voxmma.tools import report; from voxmma import torchflags
         before = torchflags.snapshot()
-        if before.tree["cuda.conv"] != "default":
-            raise SystemExit(print("writable"))
-        torchflags.set_tf32(False); torchflags.set_tf32(True); torchflags.set_tf32(False)
-        assert torchflags.restore(before) == []
-        path = Path({str(tmp_path / "j.json")!r})
-        result, good = report.run(apply=True, restore=True, journal=path)
-        assert good, result["problems"]
-        torch.backends.cudnn.allow_tf32 = False
-        left = torchflags.restore(before)
-        print([str(d) for d in left])
-        assert torch.backends.cudnn.allow_tf32 is True  # what it means was put back, what it is could not be
-        result, good = report.run(restore=True, journal=path)
-        assert not good and "cuda.conv" in result["problems"][0]
-        try:
-            with torchflags.preserved():
-                torchflags._PLAIN["cudnn.benchmark"] = (lambda: True, lambda value: None)  # it sticks
-        except torchflags.FlagsError as error:
-            print(error)
-        """
+        found = [before.tree["cuda.conv"] != "default"]
+        if not found[0]:
+            torchflags.set_tf32(False); torchflags.set_tf32(True); torchflags.set_tf32(False)
+            assert torchflags.restore(before) == []
+            path = Path({str(tmp_path / "j.json")!r})
+            result, good = report.run(apply=True, restore=True, journal=path)
+            assert good, result["problems"]
+            torch.backends.cudnn.allow_tf32 = False
+            found.append(str([str(d) for d in torchflags.restore(before)]))
+            assert torch.backends.cudnn.allow_tf32 is True  # what it means was put back, what it is could not be
+            result, good = report.run(restore=True, journal=path)
+            assert not good and "cuda.conv" in result["problems"][0]
+            try:
+                with torchflags.preserved():
+                    torchflags._PLAIN["cudnn.benchmark"] = (lambda: True, lambda value: None)  # it sticks
+            except torchflags.FlagsError as error:
+                found.append(str(error))
+        """)
     )
-    if out == "writable\n":
+    if writable:
         pytest.skip("this PyTorch can write every node")
-    assert "fp32_precision[cuda.conv]: wanted 'default', found 'tf32'" in out
-    assert "not put back: cudnn.benchmark: wanted False, found True" in out
+    assert "fp32_precision[cuda.conv]: wanted 'default', found 'tf32'" in out[0]
+    assert "not put back: cudnn.benchmark: wanted False, found True" in out[1]
 
 
 # ---------------------------------------------------------------- decisions

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from voxmma import torchflags
+from voxmma._dynamo import eager
 from voxmma.dispatch.config import fp16_accum_flag
 from voxmma.nn.modules.sparse_conv import SparseConv3d
 from voxmma.precision.active import THREAD, AppliedPolicy, LayerRow, activate, current_policy
@@ -74,7 +75,7 @@ class _OnModule:
         module.register_forward_pre_hook(self.before, prepend=True)
         module.register_forward_hook(self.after, always_call=True)
 
-    @torch.compiler.disable
+    @eager
     def before(self, module: nn.Module, args: Any) -> None:
         with self._lock:
             self._running += 1
@@ -82,7 +83,7 @@ class _OnModule:
         mode.__enter__()
         THREAD.running.append((self, mode))
 
-    @torch.compiler.disable
+    @eager
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         running = THREAD.running
         if not running or running[-1][0] is not self:

@@ -31,17 +31,30 @@ __global__ void pack_kernel(PackArgs args, int n_blocks, int chunks, int64_t tot
   const bool by_row = args.weights.in != 1;  // what neighbouring threads go along: coalesced reads
   bool nonfinite = false;
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < total; i += int64_t{gridDim.x} * kThreads) {
-    int64_t rest = i;
-    int row = static_cast<int>(rest % args.n), piece = static_cast<int>(rest / args.n % pieces);
-    if (!by_row) row = static_cast<int>(rest / pieces % args.n), piece = static_cast<int>(rest % pieces);
-    rest /= int64_t{args.n} * pieces;
-    const int64_t block = rest;  // linear over [G][n_blocks][K][chunks]
-    const int chunk = static_cast<int>(rest % chunks);
-    rest /= chunks;
-    const int offset = static_cast<int>(rest % args.kernel_volume);
-    rest /= args.kernel_volume;
-    const int nb = static_cast<int>(rest % n_blocks);
-    const int group = static_cast<int>(rest / n_blocks);
+    int row, piece, chunk, offset, nb, group;
+    int64_t block;  // linear over [G][n_blocks][K][chunks]
+    const auto locate = [&](auto rest) {
+      using Index = decltype(rest);
+      const auto take = [&](int of) {  // what `rest` counts fastest
+        const auto whole = rest / static_cast<Index>(of);
+        const int found = static_cast<int>(rest - whole * static_cast<Index>(of));
+        rest = whole;
+        return found;
+      };
+      if (by_row)
+        row = take(args.n), piece = take(pieces);
+      else
+        piece = take(pieces), row = take(args.n);
+      block = static_cast<int64_t>(rest);
+      chunk = take(chunks);
+      offset = take(args.kernel_volume);
+      nb = take(n_blocks);
+      group = static_cast<int>(rest);
+    };
+    if (total <= UINT32_MAX)  // a 64-bit division is a loop of instructions
+      locate(static_cast<uint32_t>(i));
+    else
+      locate(i);
     const int co = nb * args.n + row;
     const int ci0 = chunk * args.k + piece * PE;
 

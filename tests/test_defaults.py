@@ -220,6 +220,10 @@ def _checks(d: Data) -> list[Any]:
     return [doctor._check_convolution(d.device).status, sorted(machine.fp32_behaviour(d.device))]
 
 
+#: "meta fp64" sets both defaults to what no tensor here has; "fp16" has another dtype again.
+MARKS = {"meta": pytest.mark.slow, "fp64": pytest.mark.slow, "cpu": pytest.mark.slow, "cuda": pytest.mark.gpu}
+MARKED = [pytest.param(name, marks=MARKS.get(name, ())) for name in DEFAULTS]
+
 CALLS: dict[str, Callable[[Data], list[Any]]] = {
     "network": Data.step,
     "convolutions": _convolutions,
@@ -248,6 +252,7 @@ def _same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "artefact")) for name in CALLS]
 )
+@pytest.mark.parametrize("defaults", MARKED, indirect=True)
 def test_fault_58_default_device_and_dtype_change_nothing(
     device: torch.device, name: str, defaults: Callable[[], None]
 ) -> None:
@@ -262,12 +267,7 @@ def test_fault_58_default_device_and_dtype_change_nothing(
         assert _same(one, other)
 
 
-MARKS = {"meta": pytest.mark.slow, "fp64": pytest.mark.slow, "cpu": pytest.mark.slow, "cuda": pytest.mark.gpu}
-
-
-@pytest.mark.parametrize(
-    "defaults", [pytest.param(name, marks=MARKS.get(name, ())) for name in DEFAULTS], indirect=True
-)
+@pytest.mark.parametrize("defaults", MARKED, indirect=True)
 def test_fault_58_programs_run_under_any_default(device: torch.device, defaults: Callable[[], None]) -> None:
     """The demonstration and the speed benchmark, which make networks of their own."""
     defaults()

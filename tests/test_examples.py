@@ -38,7 +38,7 @@ def run(name: str, schedule: str, steps: int) -> Any:
     ("name", "schedule", "steps", "accuracy"),
     [
         pytest.param("transformer", "0=always_f32", 120, 0.5, marks=pytest.mark.slow),
-        ("transformer", "0=auto_mixed_bf16,60=always_f32", 120, 0.5),
+        ("transformer", "0=auto_mixed_bf16,40=always_f32", 80, 0.5),
         pytest.param("resnet", "0=always_f32", 40, 0.5, marks=pytest.mark.slow),
         ("resnet", "0=auto_mixed_bf16", 40, 0.5),
         pytest.param("unet", "0=always_f32", 20, 0.6, marks=pytest.mark.slow),

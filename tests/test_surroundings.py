@@ -549,7 +549,7 @@ def test_fault_48_threads_on_one_watched_model_do_not_mix() -> None:
 
     def work(turn: int) -> None:
         try:
-            x = voxels(8, n=60)
+            x = voxels(8, n=6)
             barrier.wait(60)
             with guard, voxmma.audit() as log:
                 for _ in range(25):

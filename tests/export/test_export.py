@@ -318,7 +318,7 @@ def test_a_u_net_takes_voxels_of_any_coordinates(
     artefact = load(tmp_path / "net.pt2")
     rows = [row for row in artefact.metadata["products"] if "tile" in row]
     assert len(rows) == 9 and {row["accumulator"] for row in rows} == {accumulator}
-    for n in (1, 2, 70, 400, 1500):
+    for n in (1, 2, 70, 1500):
         x = voxels(n, n, device)
         found = artefact(x)
         assert found.shape == (n, 5) and far(found, exact_logits(model, x)) < bound
@@ -348,7 +348,7 @@ def test_structures_of_voxels_and_tensors_come_back_on_their_coordinates(device:
     model = Levels().to(device).eval()
     ones = torch.ones(2, 1, device=device)
     artefact = compile_model(model, ({"x": voxels(300, 0, device), "factor": ones},))
-    for n in (9, 300, 3000):
+    for n in (9, 300, 900):
         x = voxels(n, n, device)
         inputs = {"x": x, "factor": 3 * ones}
         with torch.no_grad():

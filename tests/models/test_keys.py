@@ -23,11 +23,11 @@ class Writer:
     def conv(self, key: str, c_in: int, c_out: int, size: int | tuple[int, ...], bias: bool = False) -> None:
         kernel = (size,) * 3 if isinstance(size, int) else size
         if self.layout == "spconv":
-            self.state[f"{key}.weight"] = torch.randn(c_out, *kernel, c_in)
+            self.state[f"{key}.weight"] = torch.rand(c_out, *kernel, c_in)
         else:
             volume = math.prod(kernel)
             shape = (c_in, c_out) if volume == 1 else (volume, c_in, c_out)
-            self.state[f"{key}.kernel"] = torch.randn(shape)
+            self.state[f"{key}.kernel"] = torch.rand(shape)
         if bias:
             shape = (1, c_out) if self.layout == "minkowski" else (c_out,)
             self.state[f"{key}.bias"] = torch.randn(shape)

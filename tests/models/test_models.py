@@ -60,8 +60,8 @@ def test_unet_equals_a_dense_one(device: torch.device, widen: str) -> None:
         3, 5, channels=(6, 8, 7, 4), blocks=(1, 2, 1, 2), stem_channels=4, stem_kernels=(5, 3), widen=widen
     )
     small(net, device).eval()
-    x = voxels(dense.scene(60, 12), 3, device)
-    y, expected = net(x), dense.unet(net, dense.grid(x, SIDE))
+    x = voxels(dense.scene(60, 12, margin=8), 3, device)
+    y, expected = net(x), dense.unet(net, dense.grid(x, 24))
     assert y.coord_set is x.coord_set
     agree(y, expected)
     gradients_agree(net, x, y.feats, expected[0])

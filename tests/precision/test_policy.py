@@ -397,6 +397,8 @@ def transformer_case() -> tuple[nn.Module, torch.Tensor]:
 
 
 CASES: list[Callable[[], tuple[nn.Module, torch.Tensor]]] = [image_case, transformer_case]
+#: Policies that treat all kinds of operators alike: one network shows what a graph makes of them.
+UNIFORM = ("always_f32", "always_f16")
 
 
 def as_double(x: torch.Tensor) -> torch.Tensor:
@@ -595,8 +597,14 @@ def test_a_traced_graph_computes_what_the_module_does_under_the_policy(name: str
     assert all(p.grad is not None and p.grad.dtype == F32 for p in graph.parameters())
 
 
-@pytest.mark.parametrize("name", TABLE)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(case, name, marks=[pytest.mark.slow] * (case is transformer_case and name in UNIFORM))
+        for case in CASES
+        for name in TABLE
+    ],
+)
 def test_torch_compile_with_a_policy_backend(case: Callable[..., Any], name: str) -> None:
     torch._dynamo.reset()
     model, x = case()

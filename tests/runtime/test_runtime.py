@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
@@ -394,15 +395,22 @@ def test_layers_on_rows(dtype: torch.dtype, device: Device, library: Library, tm
 # ---- files -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def second(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     device = torch.device("cpu")
     engine = compile(
         trained(models.SECONDBackbone(4), device, torch.float32, True),
         voxmma.Voxels(*frame(60, device), batch_size=2),
     )
-    save(engine, tmp_path / "second.engine")
-    return tmp_path / "second.engine"
+    path: Path = tmp_path_factory.mktemp("saved") / "second.engine"
+    save(engine, path)
+    return path
+
+
+@pytest.fixture
+def second(saved: Path, tmp_path: Path) -> Path:
+    """A file of a test's own."""
+    return Path(shutil.copy(saved, tmp_path))
 
 
 def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:

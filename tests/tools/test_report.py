@@ -163,7 +163,7 @@ def test_what_cannot_be_put_back_is_reported(tmp_path: Path, clean: Clean) -> No
             assert good, result["problems"]
             torch.backends.cudnn.allow_tf32 = False
             found.append(str([str(d) for d in torchflags.restore(before)]))
-            assert torch.backends.cudnn.allow_tf32 is True  # what it means was put back, what it is could not be
+            assert torch.backends.cudnn.allow_tf32 is True  # what it means is back, what it is cannot be
             result, good = report.run(restore=True, journal=path)
             assert not good and "cuda.conv" in result["problems"][0]
             try:

@@ -248,6 +248,7 @@ def test_command_writes_what_it_shows(tmp_path: Path, monkeypatch: pytest.Monkey
     saved = json.loads((tmp_path / "sweep.json").read_text())
     assert json.loads(done.stdout) == saved and len(saved["rows"]) == 2 * 2 * len(MODES)
     assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    small += ("--no-plots",)
     assert "published" in command(*small).stdout
 
     plant(monkeypatch, lambda op, mode, given, y: y * float("inf"))

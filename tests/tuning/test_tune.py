@@ -745,7 +745,7 @@ def test_command_tunes_a_model(tmp_path: Path) -> None:
      ("--device", "tpu"), ("--accumulator", "fp12")],
 )  # fmt: skip
 def test_command_names_what_it_cannot_do(option: str, value: str) -> None:
-    assert value in invoke("--scene", "room", "--device", "cpu", option, value, code=2).output
+    assert value in invoke("--scene", "surface", "--device", "cpu", option, value, code=2).output
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------

@@ -501,12 +501,16 @@ struct FpropShape {
   Parts parts;
 };
 
-// Times in ns, after clocks read inside kernels of an H200: until a CTA multiplies, of a step, and from there until its rows
-// are stored, alone and over a cluster.
+// Times in ns, after clocks read inside kernels of an H200: until a CTA multiplies, of a step, of changing to another chunk,
+// whose rows are gathered then, and from the last step until its rows are stored, alone and over a cluster.
 template <class C>
 struct FpropTimes {
   static constexpr int64_t kStart = 2900, kStep = C::BN > 96 ? 740 : C::BN > 64 ? 600 : C::BN > 32 ? 470 : 430;
-  static constexpr int64_t kStore = 500, kSum = C::BN > 96 ? 4800 : C::BN > 64 ? 3800 : C::BN > 32 ? 2800 : 2100;
+  static constexpr int64_t kChunk = 2000, kStore = 500,
+                           kSum = C::BN > 96   ? 4800
+                                  : C::BN > 64 ? 3800
+                                  : C::BN > 32 ? 2800
+                                               : 2100;
 };
 
 // Clusters of up to eight CTAs can be launched on every Hopper whose parts were not switched off. A CTA fills a
@@ -523,7 +527,11 @@ FpropShape fprop_shape(const ConvArgs& args) {
     of_chunks[n] = (chunks + n - 1) / n;
     of_offsets[n] = ((volume + n - 1) / n + C::kPair - 1) / C::kPair;
   }
-  int64_t least = FpropTimes<C>::kStart + of_chunks[1] * of_offsets[1] * FpropTimes<C>::kStep + FpropTimes<C>::kStore;
+  const auto steps = [&](auto times, int c, int o) {
+    using Times = decltype(times);
+    return of_chunks[c] * of_offsets[o] * Times::kStep + (of_chunks[c] - 1) * Times::kChunk;
+  };
+  int64_t least = FpropTimes<C>::kStart + steps(FpropTimes<C>(), 1, 1) + FpropTimes<C>::kStore;
   const auto try_columns = [&](auto config) {
     using Of = decltype(config);
     using Times = FpropTimes<Of>;
@@ -535,7 +543,7 @@ FpropShape fprop_shape(const ConvArgs& args) {
       const int64_t fixed = Times::kStart + Times::kSum * parts * most / kFrags;
       for (int c = parts; c >= 1; --c) {  // a chunk's rows are gathered by all its parts, so rather more parts of those
         if (parts % c != 0 || c > chunks || parts / c > volume) continue;
-        const int64_t took = waves * (fixed + of_chunks[c] * of_offsets[parts / c] * Times::kStep);
+        const int64_t took = waves * (fixed + steps(Times(), c, parts / c));
         if (took >= least) continue;
         least = took;
         best.columns = Of::BN;

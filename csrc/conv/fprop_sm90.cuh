@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       cp_async_wait_all();
     }
     if constexpr (Shared) {  // as often as the consumers
-      cluster_arrive();
+      cluster_publish();     // other CTAs store where rows and weights were
       cluster_wait();
       cluster_arrive();
       cluster_wait();

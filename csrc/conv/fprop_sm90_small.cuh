@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         }
       }
       cp_async_wait_all();
-      cluster_arrive();
+      cluster_publish();  // other CTAs store where rows and weights were
       cluster_wait();
       if (bad) tell_cluster(weight_told, parts);
       cluster_publish();

@@ -1,4 +1,4 @@
-"""What compute-sanitizer watches: every tile over 27 and 8 offsets, both ways, pooling, points and norms.
+"""What compute-sanitizer watches: every tile over 27 and 8 offsets both ways, maps, pooling, points and norms.
 
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --channels 8,32,64,128
@@ -121,13 +121,25 @@ def check_norm(kind: str, n: int, c: int) -> float:
     return worst
 
 
+def check_maps(coords: torch.Tensor) -> int:
+    """Kernel maps that differ from the CPU's, of one tile and of several, the last one of any size."""
+    different = 0
+    for rows in (30, 50, 100, 200, 300, 360, len(coords)):
+        some = coords[:rows]
+        here, there = CoordSet(some), CoordSet(some.cpu())
+        for size, stride in ((2, 2), (3, 1), (3, 2), ((4, 3, 3), 1), (5, 1)):
+            made, other = kernel_map(here, size, stride=stride), kernel_map(there, size, stride=stride)
+            different += not torch.equal(made.neighbor_table().cpu(), other.neighbor_table())
+    return different
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--channels", default="8,16,32,64,96,128")
     parser.add_argument(
-        "--tiles", default="", help="parts of names, with commas; 'pool': pooling and points, 'norm'"
+        "--tiles", default="", help="parts of names, with commas; 'maps', 'pool': pooling and points, 'norm'"
     )
     parser.add_argument("--scenes", default="ball,box,points,many")
     args = parser.parse_args()
@@ -151,6 +163,11 @@ def main() -> int:
                 verdict = "ok" if error <= bound else f"above {bound:.0e}"
                 failed += verdict != "ok"
                 print(f"{tile.name} C={c} {scene}: rel-L2 {error:.2e} {verdict}", flush=True)
+        if "maps" in parts or parts == [""]:
+            different = check_maps(coords)
+            ran += 1
+            failed += different != 0
+            print(f"maps {scene}: {different} different", flush=True)
         for kind in DTYPE_NAMES.values() if "pool" in parts or parts == [""] else ():
             for c in (*(int(v) for v in args.channels.split(",")), 5):
                 error = check_pooling(kind, coords, c)

@@ -31,9 +31,12 @@ struct FpropSm80 {
   static constexpr int Promote = Promote_ < 0 ? CK : Promote_;
   static constexpr bool kSplit = In == DType::f32 && Promote > 0;
   using Sum = Accumulator<In, Acc, kSplit>;
-  static constexpr int kThreads = 256;
-  static constexpr int kWarpsN = BN >= 64 ? 2 : 1;  // warps side by side over the channels
-  static constexpr int kWarpsM = 8 / kWarpsN;
+  static constexpr int kRowBytes = CK * dtype_bytes(In);
+  // Operands of few warps are read from shared memory less often; narrow tiles with 64 KB of rows want more of them.
+  static constexpr int kWarps = Promote == 0 && (BN == 64 || (BN == 32 && kRowBytes == 64)) ? 4 : 8;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kWarpsN = BN * kWarps >= 512 ? 2 : 1;  // warps side by side over the channels
+  static constexpr int kWarpsM = kWarps / kWarpsN;
   static constexpr int kFragsM =
       kFrags / kWarpsM;  // m16 fragments of a warp: wm, wm + kWarpsM, ... (balances skipping)
   static constexpr uint32_t kWarpFrags = kWarpsM == 4 ? 0x1111 : 0x0101;
@@ -41,14 +44,13 @@ struct FpropSm80 {
   static constexpr int kStepK = 32 / dtype_bytes(In);   // channels of an MMA step: 32 bytes of a row
   static constexpr int kPieceK = 16 / dtype_bytes(In);  // channels of a 16-byte piece
   static constexpr int kSteps = CK / kStepK;            // MMA steps of a chunk
-  static constexpr int kRowBytes = CK * dtype_bytes(In);
-  static constexpr int kWeightBytes = BN * kRowBytes;  // one stage: [BN][CK]
-  static constexpr int kStages = Stages_ > 0 ? Stages_ : kWeightBytes >= 64 * 128 ? 3 : 4;
+  static constexpr int kWeightBytes = BN * kRowBytes;   // one stage: [BN][CK]
+  static constexpr int kStages = Stages_ > 0 ? Stages_ : kWeightBytes >= 64 * 128 || kWarps * BN == 4 * 32 ? 3 : 4;
   static constexpr int kInput = kStages * kWeightBytes;                 // [kUniqueMax + 1][CK], last row zero
   static constexpr int kLocal = kInput + (kUniqueMax + 1) * kRowBytes;  // [kPassOffsets][kTileM] uint16
   static constexpr int kSmem = kLocal + kPassOffsets * kTileM * 2;
-  // Two CTAs a multiprocessor hide each other's gathers where accumulators and fragments fit in 128 registers.
-  static constexpr int kMinBlocks = BN <= 32 || (BN == 64 && Promote == 0) ? 2 : 1;
+  // Several CTAs a multiprocessor hide each other's gathers where accumulators and fragments fit in the registers.
+  static constexpr int kMinBlocks = BN <= 32 ? 16 / kWarps : BN == 64 && Promote == 0 ? 2 : 1;
   static_assert(kRowBytes == 64 || kRowBytes == 128, "rows of 64 or 128 bytes");
   static_assert(In == DType::f32 ? Promote == 0 || Promote == kStepK : (Acc == Accum::f16_promoted) == (Promote > 0),
                 "Promote goes with f16_promoted and with 3xTF32");
@@ -78,10 +80,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                       (static_cast<int64_t>(group) * n_blocks + nb) * plan.kernel_volume * chunks * C::kWeightBytes;
   const uint16_t* local = plan.local + static_cast<int64_t>(tile) * plan.kernel_volume * kTileM;  // [K][kTileM]
   const int pass_end = scheduled.first_pass + scheduled.passes;
+  const int channel0 = nb * C::BN + wn * C::kFragsN * 8;  // first channel of the warp, inside the group
+  const int cols = args.c_out - channel0;                 // channels that exist from there, may be <= 0
+  const bool wide = C::kSplit || cols > C::kFragsN * 4;   // is there anything for the second half of its columns?
 
   const uint32_t s_weight = smem_address(smem);
   const uint32_t s_input = s_weight + C::kInput;
-  const uint32_t s_local = s_weight + C::kLocal;
 
   // Lane l holds the offset bits of fragment l % 16; all lanes together, the offsets that the tile needs at all.
   const auto load_frag = [&](int pass) {
@@ -128,7 +132,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   // Gathers CK channels of the pass's unique rows. A thread keeps its 16-byte piece of a row and walks down the rows;
   // its row stride is a multiple of 8, so the swizzled position stays the same.
   const auto gather = [&](const Pass& pass, int chunk, int steps) {
-    constexpr int kPieces = C::kRowBytes / 16, kStride = C::kThreads / kPieces, kBatch = C::kMinBlocks == 1 ? 8 : 4;
+    constexpr int kPieces = C::kRowBytes / 16, kStride = C::kThreads / kPieces;
+    constexpr int kBatch = C::kMinBlocks * C::kThreads > 256 ? 4 : 8;  // as registers allow
     const int piece = threadIdx.x % kPieces, row0 = threadIdx.x / kPieces;
     if (piece >= 2 * steps) return;
     const int channel = chunk * C::CK + piece * C::kPieceK;
@@ -150,7 +155,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const auto copy_local = [&](const Pass& pass) {
     const char* src = reinterpret_cast<const char*>(local + static_cast<int64_t>(pass.k_begin) * kTileM);
     for (int at = threadIdx.x * 16; at < pass.k_count * kTileM * 2; at += C::kThreads * 16)
-      cp_async16(s_local + at, src + at);
+      cp_async16(s_weight + C::kLocal + at, src + at);
   };
 
   if (threadIdx.x < C::kRowBytes / 16)  // the zero row; published by the first __syncthreads
@@ -176,6 +181,31 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
       if (chunk == chunk_begin) copy_local(pass);
       gather(pass, chunk, steps);
       cp_async_commit();
+
+      // Of the first offset in `bits`: the warp's fragments that take part (bit i * kWarpsM: fragment i), and their ldmatrix
+      // row addresses of step 0: lane gives row lane % 16, piece lane / 16. Step s is 32 bytes on before swizzling:
+      // address ^ (s * 32).
+      const auto taking_part = [&](uint32_t bits) {
+        return bits && cols > 0 ? __ballot_sync(~0u, (frag >> (__ffs(bits) - 1)) & 1) >> wm & C::kWarpFrags : 0;
+      };
+      const auto is_in = [](uint32_t fragments, int i) { return ((fragments >> (i * C::kWarpsM)) & 1) != 0; };
+      const auto locate = [&](uint32_t bits, uint32_t (&at)[C::kFragsM]) {
+        const auto* indices = reinterpret_cast<const uint16_t*>(smem + C::kLocal) + max(0, __ffs(bits) - 1) * kTileM;
+#pragma unroll
+        for (int i = 0; i < C::kFragsM; ++i) {
+          const int row = indices[(wm + i * C::kWarpsM) * kFragRows + lane % 16];
+          at[i] = s_input + row * C::kRowBytes + swizzle(row, lane / 16, C::kRowBytes) * 16;
+        }
+      };
+      // B: lane gives output channel 8 (lane / 16) + lane % 8, piece lane / 8 % 2
+      const int b_channel = wn * C::kFragsN * 8 + lane / 16 * 8 + lane % 8;
+      const uint32_t b_row = s_weight + b_channel * C::kRowBytes + swizzle(b_channel, lane / 8 % 2, C::kRowBytes) * 16;
+
+      // A 16-byte piece holds 8 channels of 16 bits or 4 of 32 bits; spread over a quad's registers, both are the
+      // fragment that the MMA wants.
+      uint32_t a[C::kFragsM][4];         // [m16][piece 0: rows 0-7, rows 8-15, piece 1: rows 0-7, rows 8-15]
+      uint32_t b[2][C::kFragsN / 2][4];  // [buffer][pair of n8][first n8: piece 0, piece 1, second n8: the same]
+      uint32_t a_row[C::kFragsM], active = taking_part(mask);
       bool arrived = false;  // are this chunk's rows known to be there?
 
       for (uint32_t bits = mask; bits; bits &= bits - 1) {
@@ -185,68 +215,56 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           cp_async_wait<C::kStages - 2>();
         else
           cp_async_wait<0>();
-        arrived = true;
         __syncthreads();  // all threads' copies are visible, and the stage consumed before this one is free
-        fetch_weights(stage == 0 ? C::kStages - 1 : stage - 1);
-
-        const int j = __ffs(bits) - 1;
-        const uint32_t taking_part =
-            __ballot_sync(~0u, (frag >> j) & 1) >> wm;  // bit i * kWarpsM: fragment i of the warp
-        const auto active = [&](int i) { return ((taking_part >> (i * C::kWarpsM)) & 1) != 0; };
-        if (taking_part & C::kWarpFrags) {
-          // ldmatrix row addresses of step 0. Step s is 32 bytes on before swizzling: address ^ (s * 32).
-          uint32_t a_row[C::kFragsM];  // A: lane gives row lane % 16, piece lane / 16
-#pragma unroll
-          for (int i = 0; i < C::kFragsM; ++i) {
-            const int frag_row = (wm + i * C::kWarpsM) * kFragRows + lane % 16;
-            const int row = reinterpret_cast<const uint16_t*>(smem + C::kLocal)[j * kTileM + frag_row];
-            a_row[i] = s_input + row * C::kRowBytes + swizzle(row, lane / 16, C::kRowBytes) * 16;
-          }
-          // B: lane gives output channel 8 (lane / 16) + lane % 8, piece lane / 8 % 2
-          const int b_channel = wn * C::kFragsN * 8 + lane / 16 * 8 + lane % 8;
-          const uint32_t b_row = s_weight + stage * C::kWeightBytes + b_channel * C::kRowBytes +
-                                 swizzle(b_channel, lane / 8 % 2, C::kRowBytes) * 16;
-
-          // Operands of the next step are loaded while this one computes: B into a second buffer, A in place, fragment
-          // by fragment, as soon as its MMAs are issued.
-          // A 16-byte piece holds 8 channels of 16 bits or 4 of 32 bits; spread over a quad's registers, both are the
-          // fragment that the MMA wants.
-          uint32_t a[C::kFragsM][4];         // [m16][piece 0: rows 0-7, rows 8-15, piece 1: rows 0-7, rows 8-15]
-          uint32_t b[2][C::kFragsN / 2][4];  // [buffer][pair of n8][first n8: piece 0, piece 1, second n8: the same]
-          const auto load_b = [&](int step) {
-#pragma unroll
-            for (int n = 0; n < C::kFragsN / 2; ++n)
-              ldmatrix_x4(b[step & 1][n], (b_row ^ (step * 32)) + n * 16 * C::kRowBytes);
-          };
-          load_b(0);
+        if (!arrived) {
+          arrived = true;
+          locate(mask, a_row);
 #pragma unroll
           for (int i = 0; i < C::kFragsM; ++i)
-            if (active(i)) ldmatrix_x4(a[i], a_row[i]);
+            if (is_in(active, i)) ldmatrix_x4(a[i], a_row[i]);
+        }
+        // Operands of the next step are loaded while this one computes: B into a second buffer, A in place, fragment
+        // by fragment, as soon as its MMAs are issued. Behind the last step comes the next offset, whose rows are there
+        // before its weights.
+        const auto load_b = [&](int step) {
 #pragma unroll
-          for (int step = 0; step < C::kSteps; ++step) {
-            if (step < steps) {
-              const bool more = step + 1 < C::kSteps && step + 1 < steps;
-              if (more) load_b(step + 1);
-              Operand<C::In, C::kSplit> b_now[C::kFragsN / 2], a_now;
+          for (int n = 0; n < C::kFragsN / 2; ++n) {
+            if (n < C::kFragsN / 4 || wide)
+              ldmatrix_x4(b[step & 1][n], ((b_row + stage * C::kWeightBytes) ^ (step * 32)) + n * 16 * C::kRowBytes);
+          }
+        };
+        if (active) load_b(0);
+        fetch_weights(stage == 0 ? C::kStages - 1 : stage - 1);
+        uint32_t next_row[C::kFragsM];
+        const uint32_t next_bits = bits & (bits - 1), next = taking_part(next_bits);
+        locate(next_bits, next_row);
 #pragma unroll
-              for (int n = 0; n < C::kFragsN / 2; ++n) b_now[n].set(b[step & 1][n]);
+        for (int step = 0; step < C::kSteps; ++step) {
+          if (step < steps) {
+            const bool more = step + 1 < C::kSteps && step + 1 < steps;
+            if (more && active) load_b(step + 1);
+            Operand<C::In, C::kSplit> b_now[C::kFragsN / 2], a_now;
 #pragma unroll
-              for (int i = 0; i < C::kFragsM; ++i) {
-                if (active(i)) {
-                  a_now.set(a[i]);
-                  multiply(acc[i], a_now, b_now);
-                  if (more) ldmatrix_x4(a[i], a_row[i] ^ ((step + 1) * 32));
-                  if constexpr (C::Acc == Accum::f16_promoted && C::Promote <= C::CK) {
-                    if ((step + 1) % (C::Promote / C::kStepK) == 0 || step + 1 == steps) {
+            for (int n = 0; n < C::kFragsN / 2; ++n) b_now[n].set(b[step & 1][n]);
 #pragma unroll
-                      for (int n = 0; n < C::kFragsN; ++n) acc[i][n].promote();
-                    }
+            for (int i = 0; i < C::kFragsM; ++i) {
+              if (is_in(active, i)) {
+                a_now.set(a[i]);
+                multiply(acc[i], a_now, b_now, wide);
+                if constexpr (C::Acc == Accum::f16_promoted && C::Promote <= C::CK) {
+                  if ((step + 1) % (C::Promote / C::kStepK) == 0 || step + 1 == steps) {
+#pragma unroll
+                    for (int n = 0; n < C::kFragsN; ++n) acc[i][n].promote();
                   }
                 }
               }
+              if (is_in(more ? active : next, i)) ldmatrix_x4(a[i], more ? a_row[i] ^ ((step + 1) * 32) : next_row[i]);
             }
           }
         }
+        active = next;
+#pragma unroll
+        for (int i = 0; i < C::kFragsM; ++i) a_row[i] = next_row[i];
         if constexpr (C::Promote > C::CK) {
           if (++since == C::Promote / C::CK) {
             since = 0;
@@ -256,7 +274,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
               for (int n = 0; n < C::kFragsN; ++n) acc[i][n].promote();
           }
         }
-        stage = stage + 1 == C::kStages ? 0 : stage + 1;
+        if (++stage == C::kStages) stage = 0;
       }
     }
   }
@@ -264,8 +282,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t flags = load_flags(args.raw);  // arrive while rows are stored
 
   // Epilogue, one rounding, rows to their places in the caller's order.
-  const int channel0 = nb * C::BN + wn * C::kFragsN * 8;  // first channel of the warp, inside the group
-  const int cols = args.c_out - channel0;                 // channels that exist from there, may be <= 0
 #pragma unroll
   for (int i = 0; i < C::kFragsM; ++i) {
 #pragma unroll

@@ -5,13 +5,12 @@
 namespace voxmma {
 
 const std::vector<KernelEntry>& wgrad_f32_entries() {
-  constexpr DType kIn = DType::f32;
   static const std::vector<KernelEntry> entries = {
-      wgrad_sm80_entry<WgradSm80<kIn, 32, 2, 90, 32, 8>>("sm80_f32_wgrad_32x32_3xtf32"),
-      wgrad_sm80_entry<WgradSm80<kIn, 32, 2, 80, 32, 8, 512, 4, 2>>("sm80_f32_wgrad_32x32_small_3xtf32"),
-      wgrad_sm80_entry<WgradSm80<kIn, 32, 2, 90, 32>>("sm80_f32_wgrad_32x32_tf32"),
-      wgrad_sm80_entry<WgradSm80<kIn, 32, 1, 80, 64>>("sm80_f32_wgrad_32x64_tf32"),
-      wgrad_sm80_entry<WgradSm80<kIn, 32, 2, 80, 32, 0, 512, 4, 2>>("sm80_f32_wgrad_32x32_small_tf32"),
+      wgrad_sm80_entry<WgradSm80<32, 2, 90, 32, 8>>("sm80_f32_wgrad_32x32_3xtf32"),
+      wgrad_sm80_entry<WgradSm80<32, 2, 80, 32, 8, 512, 4, 2>>("sm80_f32_wgrad_32x32_small_3xtf32"),
+      wgrad_sm80_entry<WgradSm80<32, 2, 90, 32>>("sm80_f32_wgrad_32x32_tf32"),
+      wgrad_sm80_entry<WgradSm80<32, 1, 80, 64>>("sm80_f32_wgrad_32x64_tf32"),
+      wgrad_sm80_entry<WgradSm80<32, 2, 80, 32, 0, 512, 4, 2>>("sm80_f32_wgrad_32x32_small_tf32"),
   };
   return entries;
 }

@@ -1,11 +1,11 @@
-// Weight gradient with mma.sync (sm_80 and newer): dW[k] = sum over pairs (i, j) of offset k of x[i]^T dy[j], in fp32.
+// fp32 weight gradient with mma.sync (sm_80 and newer): dW[k] = sum over pairs (i, j) of offset k of x[i]^T dy[j], in fp32.
 //
 // A CTA owns up to 8 offsets, one CO-channel block of dy and one CI-channel block of x, and walks over a range of tiles.
 //   4 producer warps feed two rings: the unique rows of passes of x with their local indices, up to kStages passes that
 //   share kXRows rows, and kYSlots parts of a tile's rows of dy
-//   8 consumer warps, one offset each: list the pairs of (tile, offset) without gaps, then multiply 16 pairs at a time
-//     (fp32: 8); both operands come from the resident rows, by ldmatrix.trans with one address per pair (fp32: by
-//     16-byte loads). Warps left over help with the offset next to the kernel's centre, which has the most pairs.
+//   8 consumer warps, one offset each: list the pairs of (tile, offset) without gaps, then multiply 8 pairs at a time;
+//     both operands come from the resident rows, by 16-byte loads. Warps left over help with the offset next to the
+//     kernel's centre, which has the most pairs.
 // Partial sums of the ranges are added up in a fixed order by reduce_splits.
 #pragma once
 
@@ -16,12 +16,12 @@ namespace voxmma {
 
 // XRows, YParts, YSlots: rows of the ring of x, parts of a tile that dy comes in, and of these in flight. By default whole
 // tiles, Stages of both.
-template <DType In_, int CI_, int Stages_, int Arch_, int CO_ = 64, int Promote_ = 0, int XRows_ = Stages_ * kUniqueMax,
+template <int CI_, int Stages_, int Arch_, int CO_, int Promote_ = 0, int XRows_ = Stages_ * kUniqueMax,
           int YParts_ = 1, int YSlots_ = Stages_>
 struct WgradSm80 {
-  static constexpr DType In = In_;
+  static constexpr DType In = DType::f32;
   static constexpr int CI = CI_, CO = CO_;  // channels of x (MMA rows) and of dy (MMA columns)
-  static constexpr int Promote = Promote_;  // fp32: 8 = 3xTF32, 0 = operands rounded to tf32 (fprop_sm80.cuh)
+  static constexpr int Promote = Promote_;  // 8 = 3xTF32, 0 = operands rounded to tf32 (fprop_sm80.cuh)
   static constexpr bool kSplit = Promote > 0;
   using Sum = Accumulator<In, Accum::f32, kSplit>;
   static constexpr int kStages = Stages_;
@@ -40,7 +40,7 @@ struct WgradSm80 {
   static constexpr int kLocal = (kRows + 15) / 16 * 16;    // [kStages][kWarps][kTileM] uint16
   static constexpr int kInfo =
       kLocal + kStages * kWarps * kTileM * 2;  // [kStages] int4 {1 or 0 = end, k_begin, k_count, row}
-  static constexpr int kListLength = kYRows + kFragRows;
+  static constexpr int kListLength = kYRows + kStepK;
   static constexpr int kList = kInfo + kStages * 16;               // [kWarps][kListLength] uint32: x row | dy row << 16
   static constexpr int kIndex = kList + kWarps * kListLength * 4;  // [kUniqueMax] x rows, [kYRows] dy rows of a step
   static constexpr int kBars = kIndex + (kUniqueMax + kYRows) * 4;  // mbarriers, full and empty ones of both rings
@@ -48,9 +48,8 @@ struct WgradSm80 {
   static constexpr int kSwizzleRows = 8;  // after so many rows swizzles repeat
   static_assert(kXRows >= kUniqueMax && kXRows % kSwizzleRows == 0 && kYBytes % 128 == 0, "a pass fits, swizzles stay");
   static_assert(kXRows >= kStages * kUniqueMax || kStages == 2, "a pass looks at the one before it");
-  static_assert(dtype_bytes(In) == 4 ? CI % 32 == 0 && CO % 32 == 0 && kRowY <= 256 : kRowX == 128 || kRowX == 64,
-                "rows that swizzle() knows, and whole loads");
-  static_assert(Promote == 0 || (In == DType::f32 && Promote == kStepK), "3xTF32");
+  static_assert(CI % 32 == 0 && CO % 32 == 0 && kRowX <= 256 && kRowY <= 256, "rows that swizzle() knows, whole loads");
+  static_assert(Promote == 0 || Promote == kStepK, "3xTF32");
   static_assert((kWarps - 1) * CI * CO * 4 <= kRows, "helpers hand their sums over through the rings");
 };
 
@@ -219,7 +218,7 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int offse
   const int parts = k == helped ? 1 + spare : 1;  // this warp takes steps part, part + parts, ...
   uint32_t* list = reinterpret_cast<uint32_t*>(smem + C::kList) + warp * C::kListLength;
 
-  // fp32 operands are read in 16-byte pieces: lane l reads piece `mine` (then 8 pieces on, if the row has them) of the
+  // Operands are read in 16-byte pieces: lane l reads piece `mine` (then 8 pieces on, if the row has them) of the
   // pairs l % 4 and l % 4 + 4; on four rows that follow each other this is free of bank conflicts. So the four channels
   // of that piece are MMA rows l / 4 and l / 4 + 8 of fragments 0 and 1, and MMA column l / 4 of fragments 0 to 3.
   const auto piece_of = [](int index) { return index / 2 + index % 2 * 4; };
@@ -245,62 +244,43 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int offse
         if (from != kMissing) list[pairs + __popc(has & ((1u << lane) - 1))] = x_row | row << 16;
         pairs += __popc(has);
       }
-      if (lane < kFragRows) list[pairs + lane] = C::kXRows | C::kYRows << 16;
+      if (lane < C::kStepK) list[pairs + lane] = C::kXRows | C::kYRows << 16;
       __syncwarp();
       const int steps = (pairs + C::kStepK - 1) / C::kStepK;
 
-      // 16 bit: A = x^T [CI][16 pairs]: lane gives pair 8 (lane / 16) + lane % 8, channels 8 (lane / 8 % 2) ...
-      //         B = dy [16 pairs][CO]:  lane gives pair lane % 16, channels 8 (lane / 16) ...
-      //         The next 16 channels are 32 bytes on before swizzling: address ^ 32.
-      // fp32:   lane reads pieces of pairs lane % 4 and lane % 4 + 4, for A and for B.
-      constexpr bool kWide = sizeof(T) == 4;
-      const int pair[2] = {kWide ? lane % 4 : lane / 16 * 8 + lane % 8, kWide ? lane % 4 + 4 : lane % 16};
-      const uint32_t s_x = base + C::kX, s_y = base + C::kY + slot * C::kYBytes;
+      // A lane reads pieces of pairs lane % 4 and lane % 4 + 4, for A and for B.
       uint32_t a[C::kFragsM][4], b[2][C::kFragsN / 2][4];
       uint32_t entry[2] = {0, 0};                     // list entries of the step after the one being loaded
-      uint32_t row_x[2] = {0, 0}, row_y[2] = {0, 0};  // its shared memory addresses (16 bit: [0] only)
+      uint32_t row_x[2] = {0, 0}, row_y[2] = {0, 0};  // its places in shared memory
       const auto read_list = [&](int step) {
         const int at = min(step * C::kStepK, C::kYRows);  // behind the end: read, never used
-        entry[0] = list[at + pair[0]];
-        entry[1] = list[at + pair[1]];
+        entry[0] = list[at + lane % 4];
+        entry[1] = list[at + lane % 4 + 4];
       };
       const auto locate = [&] {
-        if constexpr (kWide) {
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int x = static_cast<int>(entry[h] & 0xffff), y = static_cast<int>(entry[h] >> 16);
-            row_x[h] = C::kX + x * C::kRowX + swizzle(x, mine, C::kRowX) * 16;
-            row_y[h] = C::kY + slot * C::kYBytes + y * C::kRowY + swizzle(y, mine, C::kRowY) * 16;
-          }
-        } else {
-          const int x = static_cast<int>(entry[0] & 0xffff), y = static_cast<int>(entry[1] >> 16);
-          row_x[0] = s_x + x * C::kRowX + swizzle(x, lane / 8 % 2, C::kRowX) * 16;
-          row_y[0] = s_y + y * C::kRowY + swizzle(y, lane / 16, C::kRowY) * 16;
+        for (int h = 0; h < 2; ++h) {
+          const int x = static_cast<int>(entry[h] & 0xffff), y = static_cast<int>(entry[h] >> 16);
+          row_x[h] = C::kX + x * C::kRowX + swizzle(x, mine, C::kRowX) * 16;
+          row_y[h] = C::kY + slot * C::kYBytes + y * C::kRowY + swizzle(y, mine, C::kRowY) * 16;
         }
       };
       const auto piece = [&](uint32_t at) { return *reinterpret_cast<const uint4*>(smem + at); };
-      // Loads fragment m of A; fp32 loads come in pairs, when the second fragment's turn has come.
+      // Loads fragment m of A: two at a time, when the second one's turn has come.
       const auto load_x = [&](int m) {
-        if constexpr (!kWide) {
-          ldmatrix_x4_trans(a[m], row_x[0] ^ (m * 32));
-        } else if (m % 2 == 1) {
+        if (m % 2 == 1) {
           const uint4 p = piece(row_x[0] + m / 2 * 128), q = piece(row_x[1] + m / 2 * 128);
           a[m - 1][0] = p.x, a[m - 1][1] = p.y, a[m - 1][2] = q.x, a[m - 1][3] = q.y;
           a[m][0] = p.z, a[m][1] = p.w, a[m][2] = q.z, a[m][3] = q.w;
         }
       };
       const auto load_y = [&](auto buffer) {
-        if constexpr (!kWide) {
 #pragma unroll
-          for (int n = 0; n < C::kFragsN / 2; ++n) ldmatrix_x4_trans(b[buffer][n], row_y[0] ^ (n * 32));
-        } else {
-#pragma unroll
-          for (int n = 0; n < C::kFragsN / 2; n += 2) {
-            const uint4 p = piece(row_y[0] + n / 2 * 128), q = piece(row_y[1] + n / 2 * 128);
-            uint32_t (&first)[4] = b[buffer][n], (&second)[4] = b[buffer][n + 1];
-            first[0] = p.x, first[1] = q.x, first[2] = p.y, first[3] = q.y;
-            second[0] = p.z, second[1] = q.z, second[2] = p.w, second[3] = q.w;
-          }
+        for (int n = 0; n < C::kFragsN / 2; n += 2) {
+          const uint4 p = piece(row_y[0] + n / 2 * 128), q = piece(row_y[1] + n / 2 * 128);
+          uint32_t (&first)[4] = b[buffer][n], (&second)[4] = b[buffer][n + 1];
+          first[0] = p.x, first[1] = q.x, first[2] = p.y, first[3] = q.y;
+          second[0] = p.z, second[1] = q.z, second[2] = p.w, second[3] = q.w;
         }
       };
       int at_step = part;
@@ -373,32 +353,23 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int offse
   for (int m = 0; m < C::kFragsM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int ci = ci0 + (sizeof(T) == 4 ? m / 2 * 32 + mine * 4 + m % 2 * 2 + half : m * 16 + half * 8 + lane / 4);
-      float* row = ci < args.c_in ? out + static_cast<int64_t>(ci) * args.c_out : nullptr;
+      const int ci = ci0 + m / 2 * 32 + mine * 4 + m % 2 * 2 + half;
+      if (ci >= args.c_in) continue;
+      float* row = out + static_cast<int64_t>(ci) * args.c_out;
       const int cols = args.c_out - co0;
-      if constexpr (sizeof(T) == 2) {
-        const auto get = [&](int n) { return acc[m][n].row(half); };
-        if (splits == 1 && args.out_dtype != DType::f32) {
-          T* last = static_cast<T*>(args.out) + at + static_cast<int64_t>(ci) * args.c_out;
-          store_row<T, C::kFragsN>(row == nullptr ? nullptr : last, cols, args.c_out % 8 == 0, get);
-        } else {
-          store_row<float, C::kFragsN>(row, cols, args.c_out % 2 == 0, get);
-        }
-      } else if (row != nullptr) {
 #pragma unroll
-        for (int n = 0; n < C::kFragsN; n += 4) {  // MMA columns 2 (lane & 3) + j of four fragments: one piece
+      for (int n = 0; n < C::kFragsN; n += 4) {  // MMA columns 2 (lane & 3) + j of four fragments: one piece
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const int col = n * 8 + piece_of(2 * (lane & 3) + j) * 4, r = 2 * half + j;
-            const float4 v = {acc[m][n].v[r], acc[m][n + 1].v[r], acc[m][n + 2].v[r], acc[m][n + 3].v[r]};
-            if (args.c_out % 4 == 0 && col + 4 <= cols) {
-              *reinterpret_cast<float4*>(row + col) = v;
-            } else {
-              if (col < cols) row[col] = v.x;
-              if (col + 1 < cols) row[col + 1] = v.y;
-              if (col + 2 < cols) row[col + 2] = v.z;
-              if (col + 3 < cols) row[col + 3] = v.w;
-            }
+        for (int j = 0; j < 2; ++j) {
+          const int col = n * 8 + piece_of(2 * (lane & 3) + j) * 4, r = 2 * half + j;
+          const float4 v = {acc[m][n].v[r], acc[m][n + 1].v[r], acc[m][n + 2].v[r], acc[m][n + 3].v[r]};
+          if (args.c_out % 4 == 0 && col + 4 <= cols) {
+            *reinterpret_cast<float4*>(row + col) = v;
+          } else {
+            if (col < cols) row[col] = v.x;
+            if (col + 1 < cols) row[col + 1] = v.y;
+            if (col + 2 < cols) row[col + 2] = v.z;
+            if (col + 3 < cols) row[col + 3] = v.w;
           }
         }
       }

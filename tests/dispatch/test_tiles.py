@@ -88,8 +88,14 @@ def plan(
         ("fwd", torch.float16, "fp16", 128, 128, 1, ADA, "sm80_f16_256x64x64_small_acc16"),
         ("wgrad", torch.float16, "fp32", 64, 64, 1, H100, "sm90_f16_wgrad_64x64"),
         ("wgrad", torch.float16, "fp32", 16, 256, 1, H100, "sm90_f16_wgrad_32x128"),
-        ("wgrad", torch.bfloat16, "fp32", 64, 64, 1, A100, "sm80_bf16_wgrad_32x64"),
-        ("wgrad", torch.bfloat16, "fp32", 64, 64, 1, ADA, "sm80_bf16_wgrad_32x64_small"),
+        ("wgrad", torch.bfloat16, "fp32", 64, 64, 1, A100, "sm80_bf16_wgrad_64x64"),
+        ("wgrad", torch.bfloat16, "fp32", 64, 64, 1, ADA, "sm80_bf16_wgrad_64x64"),
+        ("wgrad", torch.float16, "fp32", 32, 32, 1, ADA, "sm80_f16_wgrad_32x32"),
+        ("wgrad", torch.float16, "fp32", 64, 32, 1, ADA, "sm80_f16_wgrad_64x64"),
+        ("wgrad", torch.float16, "fp32", 192, 96, 1, A100, "sm80_f16_wgrad_96x96"),
+        ("wgrad", torch.float16, "fp32", 128, 64, 1, A100, "sm80_f16_wgrad_64x64"),
+        ("wgrad", torch.float16, "fp32", 256, 128, 1, ADA, "sm80_f16_wgrad_128x128"),
+        ("fwd", torch.float16, "fp32", 96, 96, 1, ADA, "sm80_f16_256x64x64_small_acc32"),
         ("fwd", torch.float16, "fp32", 64, 64, 64, H100, "simt_f16"),
         ("wgrad", torch.float16, "fp32", 64, 64, 64, H100, "simt_f16_wgrad"),
         ("fwd", torch.float16, "fp32", 64, 64, 8, H100, "sm80_f16_256x32x32_acc32"),
@@ -212,17 +218,17 @@ def test_limits_choose_the_tiles_of_a_small_card(hopper: torch.device) -> None:
     with settings.override(shared_memory=101_376):
         assert card(hopper) == kernels.Card(H100, 101_376, H100, card(hopper).limited)
         reason, *names = chosen()
-        assert names == ["sm80_f16_256x64x64_small_acc32"] * 2 + ["sm80_f16_wgrad_32x64_small"]
+        assert names == ["sm80_f16_256x64x64_small_acc32"] * 2 + ["sm80_f16_wgrad_64x64"]
         assert "101,376 bytes of shared memory" in reason
         assert chosen(torch.float32)[3] == "sm80_f32_wgrad_32x32_small_3xtf32"
     with settings.override(compute_capability=(8, 6)):
         assert card(hopper)[:3] == ((8, 6), 101_376, H100)
         reason, *names = chosen()
-        assert names == ["sm80_f16_256x64x64_small_acc32"] * 2 + ["sm80_f16_wgrad_32x64_small"]
+        assert names == ["sm80_f16_256x64x64_small_acc32"] * 2 + ["sm80_f16_wgrad_64x64"]
         assert "sm_86, as if of capability 8.6" in reason
     with settings.override(compute_capability=(8, 0)):
         assert card(hopper).shared_memory == 163 * 1024
-        assert chosen()[1:] == ("sm80_f16_256x64x64_acc32",) * 2 + ("sm80_f16_wgrad_32x64",)
+        assert chosen()[1:] == ("sm80_f16_256x64x64_acc32",) * 2 + ("sm80_f16_wgrad_64x64",)
     assert chosen()[1:] == ("sm90_f16_256x64x64_acc32",) * 2 + ("sm90_f16_wgrad_64x64",)
 
 
@@ -409,9 +415,9 @@ def test_named_pool_that_cannot_run_says_so(build: None) -> None:
     accumulator, reason, tile, *_ = plan(torch.bfloat16, False, "default", fwd=(F16_FORWARD,))
     assert (accumulator, tile) == ("fp32", "sm90_bf16_256x64x64_acc32")
     assert "cannot run this" in reason
-    reason = plan(torch.float16, False, "default", dgrad=(F16_FORWARD,), wgrad=("sm80_f16_wgrad_32x64",))[1]
+    reason = plan(torch.float16, False, "default", dgrad=(F16_FORWARD,), wgrad=("sm80_f16_wgrad_64x64",))[1]
     assert f"dgrad pool [{F16_FORWARD}] cannot run this" in reason
-    assert "wgrad pool [sm80_f16_wgrad_32x64]" in reason and reason.count("cannot run") == 1
+    assert "wgrad pool [sm80_f16_wgrad_64x64]" in reason and reason.count("cannot run") == 1
     pinned = "sm80_f16_256x128x64_acc32"
     assert plan(torch.float16, False, "default", fwd=(pinned,))[2] == pinned
 

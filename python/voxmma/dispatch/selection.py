@@ -183,24 +183,28 @@ def select_tile(
 
     least = _3XTF32_MIN_CHANNELS if dtype == torch.float32 and not tf32 else _MMA_MIN_GROUP_CHANNELS
     small = (groups > 1 or least == _3XTF32_MIN_CHANNELS) and min(reduced, written) < least
-    chunk = 64 if reduced % 64 == 0 or reduced > 96 else 32
 
     def rank(tile: Tile) -> tuple[Any, ...]:
         simt = tile.atom == "SIMT"
-        deep_enough = tile.arch < 90 or kind == "wgrad" or reduced >= _SM90_MIN_CHANNELS
-        blocks = _covering(tile.m, reduced) if kind == "wgrad" else ()
+        deep_enough = tile.arch < 90 or reduced >= _SM90_MIN_CHANNELS
+        if kind == "wgrad":
+            columns, rows = _covering(tile.n, written), _covering(tile.m, reduced)
+            # A block of an mma.sync tile costs its products, and as much as 64 x 64 of them whatever its size
+            # (H200, 507k voxels: 0.28, 0.41, 0.96 and 1.22 ms for blocks of 32, 64, 96 and 128 channels).
+            cost = columns[0] * rows[0] * (tile.m * tile.n + 64 * 64) if tile.arch < 90 else 0
+            return simt != small, -tile.arch, cost, *columns, *rows, -tile.stages
+        wide_chunk = reduced % 64 == 0 or reduced > (96 if tile.arch == 90 else 32)
         # Two sets of accumulators: 64 channels leave room for one block a multiprocessor, and 32 are faster
         # (H100, 507k voxels, 64 channels: 0.44 against 0.53 ms promoted, 1.39 against 1.50 ms 3xTF32).
-        narrow = kind == "fprop" and (accum == _PROMOTED or tile.scheme == "3xtf32")
+        narrow = accum == _PROMOTED or tile.scheme == "3xtf32"
         return (
             simt != small,
             not deep_enough,
             -tile.arch,
             # On cards with 99 KB before the columns: 64 of them, 64 channels at a time, beat 128 and 32
             # (lidar_dense as on such a card, 128 channels: 0.29 against 0.35 ms).
-            kind == "fprop" and tile.k != chunk,
+            tile.k != (64 if wide_chunk else 32),
             *((tile.n, 0) if narrow else _covering(tile.n, written)),
-            *blocks,
             -tile.stages,
         )
 

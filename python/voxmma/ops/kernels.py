@@ -126,7 +126,8 @@ class Tile:
             return "any C"
         largest = max(tile.n for tile in compiled() if (tile.op, tile.accum) == ("fprop", self.accum))
         columns = "any C_out" if self.n == largest else f"C_out <= {self.n}"
-        return f"{columns}, C_in {'% 64 = 0 or > 96' if self.k == 64 else '<= 96'}"
+        wide, narrow = ("% 64 = 0 or > 96", "<= 96") if self.arch == 90 else ("> 32", "<= 32")
+        return f"{columns}, C_in {wide if self.k == 64 else narrow}"
 
 
 @functools.cache

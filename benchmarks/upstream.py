@@ -634,8 +634,10 @@ def told() -> None:
 
 def version_of_spconv(python: str) -> str | None:
     command = [python, "-c", "import spconv.pytorch as s, spconv; print(spconv.__version__)"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    return found.stdout.split()[-1] if found.returncode == 0 else None
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 class Child:
@@ -859,6 +861,8 @@ def main() -> None:
     for name in ("--case", "--library", "--out"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error("--jobs must be at least 1")
     args.dtype = args.dtype or ("fp64" if args.device == "cpu" else "fp32")
     args.tolerance = TOLERANCE[args.dtype] if args.tolerance is None else args.tolerance
     if args.case:

@@ -74,7 +74,8 @@ def test_networks_of_a_checkout_are_run(checkout: Path, tmp_path: Path) -> None:
     (checkout / "softgroup/model/blocks.py").write_text("import nothing_of_that_name")
     done = run(checkout, "--voxels", 300)
     assert done.returncode == 1 and "nothing_of_that_name" in done.stdout
-    assert run(tmp_path).returncode != 0
+    assert "holds none of" in run(tmp_path).stderr
+    assert "has no spconv" in run(checkout, "--reference", "nothing-of-that-name").stderr
 
 
 def test_differences_are_told() -> None:

@@ -5,7 +5,7 @@
     python benchmarks/collect.py voxmma-peers/peers.json voxmma-scaling/scaling.json operators.json
     python benchmarks/collect.py networks.json                  # of benchmarks/networks.py
     python benchmarks/collect.py small.json host.json           # of benchmarks/small_sets.py, host_times.py
-    python benchmarks/collect.py reproducible.json ddp.json
+    python benchmarks/collect.py reproducible.json ddp.json upstream.json
     python benchmarks/collect.py voxmma-sweep/sweep.json --driver 580.159.04
     python benchmarks/collect.py gate.json                      # of voxmma tiles --gate --json
     python benchmarks/collect.py unet.json policies.json        # of examples/train_unet.py, policy_table.py
@@ -13,14 +13,14 @@
     python benchmarks/collect.py --ncu surface_512=raw.csv --card "NVIDIA H100"
 
 `voxmma demo`, benchmarks/peerbench.py, scaling.py, operators.py, networks.py, small_sets.py, host_times.py,
-reproducible.py and ddp.py, and foreign peer benchmarks (`info` and `results`, one file a scene, all libraries
-in one run) go into <card>.json; rows of peerbench.py are added to those of the same commit and scene, rows of
-networks.py and what follows it to those of the same commit. A sweep goes into sweep-<card>.json (one of the
-same commit and scene is added to), verdicts of `voxmma tiles --gate` into gate-<card>.json, training runs
-into training-<card>.json, the policies' casts, errors and times into policies-<card>.json, what
-compute-sanitizer printed around benchmarks/sanitize.py into sanitizer-<card>.json, and a table of ncu
-(`--page raw --csv`) of one launch a kernel into ncu-<card>.json (sections "Proving a kernel" and "Figures" of
-CONTRIBUTING.md).
+reproducible.py, ddp.py and upstream.py, and foreign peer benchmarks (`info` and `results`, one file a scene,
+all libraries in one run) go into <card>.json; rows of peerbench.py are added to those of the same commit and
+scene, rows of networks.py and what follows it to those of the same commit. A sweep goes into
+sweep-<card>.json (one of the same commit and scene is added to), verdicts of `voxmma tiles --gate` into
+gate-<card>.json, training runs into training-<card>.json, the policies' casts, errors and times into
+policies-<card>.json, what compute-sanitizer printed around benchmarks/sanitize.py into sanitizer-<card>.json,
+and a table of ncu (`--page raw --csv`) of one launch a kernel into ncu-<card>.json (sections "Proving a
+kernel" and "Figures" of CONTRIBUTING.md).
 benchmarks/readme_tables.py makes the tables of README and docs from the result files.
 """
 
@@ -85,6 +85,7 @@ _RUNS = {
     "host_times": (("environment", "voxels", "channels"), ("what",)),
     "reproducible": (("environment",), ("lib", "processes", "network", "optimiser", "scene", "steps")),
     "ddp": (("environment", "steps", "rounds"), ("network", "scene", "lib", "processes", "options")),
+    "upstream": (("environment", "repeats"), ("repository", "network", "dtype")),
 }
 _PEER_SAME = ("commit", "driver", "torch", "voxels", "repeats", "limits")
 

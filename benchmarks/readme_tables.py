@@ -45,6 +45,7 @@ from speed_tables import (
     scaling_table,
     small_sets_table,
     speed_table,
+    upstream_table,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -268,6 +269,7 @@ TABLES: dict[str, Callable[[list[Result]], str]] = {
     "sweep": sweep_table,
     "torch": torch_table,
     "training": training_table,
+    "upstream": upstream_table,
     "wheels": wheels_table,
 }
 

@@ -447,6 +447,37 @@ def ddp_table(results: list[Result]) -> str:
     return "\n\n".join(blocks) or "No run of `benchmarks/ddp.py` has been recorded yet."
 
 
+def upstream_table(results: list[Result]) -> str:
+    """Agreement and times of unmodified networks of other repositories, per card."""
+    blocks = []
+    for result in gpus_first(results, "upstream"):
+        part, rows = result["upstream"], []
+        timed = any("voxmma_ms" in row for row in part["rows"])
+        for row in part["rows"]:
+            cells = [row["repository"], row["network"], number(row.get("voxels"), ","), row["dtype"]]
+            cells += [row.get("reference", "–"), number(row["difference"], ".1e")]
+            cells.append("–" if row["agrees"] is None else f"{_yes(row['agrees'])} ({row['tolerance']:g})")
+            if timed:
+                times = [row.get("voxmma_ms"), row.get("spconv_ms")]
+                cells += [number(ms, ".2f") for ms in times]
+                cells.append("–" if None in times else f"{times[0] / times[1]:.2f}")
+            rows.append([*cells, row["note"].replace("|", "\\|")])
+        header = [
+            "repository",
+            "network",
+            "voxels",
+            "dtype",
+            "compared with",
+            "difference",
+            "agrees (within)",
+        ]
+        header += ["ms", "spconv ms", "ratio"] if timed else []
+        medians = f", medians of {part['repeats']} forwards on new coordinates" if timed else ""
+        caption = f"**{result['card']}**{medians}; {origin(part, part['environment']['torch'])}."
+        blocks.append(f"{caption}\n\n{markdown([*header, 'note'], rows)}")
+    return "\n\n".join(blocks) or "No run of `benchmarks/upstream.py` has been recorded yet."
+
+
 def network_rows_table(results: list[Result]) -> str:
     """Every row of benchmarks/networks.py, per card."""
     blocks = []

@@ -12,6 +12,8 @@ Python that has spconv (default: this one, if it has); without one, networks are
 A network that runs in neither library is no failure: the note has what both say (in fp16 VoxelBackBone8xFocal
 puts features into fp32 tensors and hands these to layers of fp16 weights, which is for autocast).
 Times are medians of whole forwards on new coordinates, maps included, after a few that are not counted.
+`--jobs` processes (two a network) get ready side by side, and are then timed one after the other, alone;
+networks that have no figures after `--budget` seconds say so.
 
 Networks of MinkowskiEngine and torchsparse are compared with these libraries' rules on full grids
 (`dense_libraries.py`), on a CPU in fp64, in a scene of 32 cells an axis.
@@ -20,11 +22,14 @@ Networks of MinkowskiEngine and torchsparse are compared with these libraries' r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
+import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -147,24 +152,28 @@ class BasicBlock(nn.Module):
 
 
 def scatter(src: torch.Tensor, index: torch.Tensor, dim: int = 0, reduce: str = "sum") -> torch.Tensor:
-    """Rows of `src` reduced by `index`."""
-    rows = index.view(-1, *[1] * (src.dim() - 1)).expand_as(src)
+    """Rows of `src` added up by `index`, or their mean; as torch_geometric does it."""
     made = src.new_zeros(int(index.max()) + 1, *src.shape[1:])
-    how = {"max": "amax", "min": "amin"}.get(reduce, reduce)
-    return made.scatter_reduce(0, rows, src, how, include_self=False)
+    made.scatter_add_(0, index.view(-1, *[1] * (src.dim() - 1)).expand_as(src), src)
+    if reduce == "mean":
+        ones = torch.ones(len(index), device=src.device)  # fp16 does not count beyond 2048
+        count = ones.new_zeros(len(made)).scatter_add_(0, index, ones)
+        made /= count.clamp(min=1).view(-1, *[1] * (src.dim() - 1))
+    return made
 
 
 def segment_csr(src: torch.Tensor, ptr: torch.Tensor, reduce: str = "sum") -> torch.Tensor:
-    """Runs of rows of `src` reduced."""
-    runs = torch.arange(len(ptr) - 1, device=ptr.device)
-    return scatter(src, torch.repeat_interleave(runs, ptr.diff()), 0, reduce)
+    """Runs of rows of `src` reduced, by one kernel as torch_scatter's."""
+    return torch.segment_reduce(src.contiguous(), reduce, offsets=ptr, unsafe=True)
 
 
 def voxel_grid(pos: torch.Tensor, size: Any, batch: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """The cell of each point, numbered."""
-    low = pos.min(0).values
-    cell = torch.div(pos - low, torch.as_tensor(size, device=pos.device), rounding_mode="floor").long()
-    return torch.unique(torch.cat([batch.unsqueeze(1).long(), cell], 1), dim=0, return_inverse=True)[1]
+    """The number of each point's cell, counted through the box of the points, without sorting."""
+    cell = torch.div(pos - pos.amin(0), size, rounding_mode="floor").long()
+    number = batch.long()
+    for axis, cells in enumerate(cell.amax(0) + 1):
+        number = number * cells + cell[:, axis]
+    return number
 
 
 class BaseModule(nn.Module):
@@ -573,14 +582,15 @@ def run_case(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     scene = Scene(args.voxels, device, dtype)
     net, prepare = CASES[repository][name](scene)
-    state = Path(args.out).with_suffix(".state")
+    state = Path(args.out).with_name("state.pt")
     if args.library == "voxmma":
         for part in net.modules():
             if isinstance(part, nn.modules.batchnorm._BatchNorm):
                 nn.init.uniform_(part.running_mean, -0.1, 0.1)
                 nn.init.uniform_(part.running_var, 0.5, 1.5)
-        torch.save(net.state_dict(), state)
+        save(net.state_dict(), state)
     else:
+        told()
         net.load_state_dict(torch.load(state, weights_only=False))
     net = net.to(device, dtype).eval()
     if args.library == "spconv" and device.type == "cpu":
@@ -588,62 +598,142 @@ def run_case(args: argparse.Namespace) -> None:
             if hasattr(part, "indice_key"):
                 part.training = True
     run = prepare(net, scene)
-    times = []
     torch.manual_seed(1)  # some draw in evaluation, too
     with torch.no_grad():
-        outputs = run()
-        for _ in range(min(args.repeat, 3)):
-            run()  # what is learnt from earlier inputs, caches of memory
-        for _ in range(args.repeat):
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-    tensors = flat(outputs)
-    spent = statistics.median(times) * 1e3 if times else None
-    torch.save({"tensors": tensors, "voxels": len(scene.indices), "ms": spent}, args.out)
+        save({"tensors": flat(run()), "voxels": len(scene.indices)}, Path(args.out))
+        if args.repeat:
+            told()
+            synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+            times = []
+            for _ in range(min(args.repeat, 3)):
+                run()  # what is learnt from earlier inputs, caches of memory
+            for _ in range(args.repeat):
+                synchronize()
+                start = time.perf_counter()
+                run()
+                synchronize()
+                times.append(time.perf_counter() - start)
+            save(statistics.median(times) * 1e3, Path(args.out).with_suffix(".ms"))
+            told()  # the next one is timed: nothing is taken down beside it
+
+
+def save(value: Any, path: Path) -> None:
+    """Writes what another process waits for: it is there when it is whole."""
+    torch.save(value, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)
+
+
+def told() -> None:
+    """Waits until the process that started this one says to go on; ends where it does not."""
+    if not sys.stdin.readline():
+        raise SystemExit(0)
+
+
+# ---- processes -------------------------------------------------------------------------------------------
+
+
+def version_of_spconv(python: str) -> str | None:
+    command = [python, "-c", "import spconv.pytorch as s, spconv; print(spconv.__version__)"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+class Child:
+    """A network in one library, in a process of its own: what it gave is in `out`, then its time in `ms`.
+
+    One of another library waits for the weights of `weights_of`.
+    """
+
+    def __init__(
+        self, case: str, checkout: Path, library: str, python: str, out: Path, weights_of: Child | None = None
+    ) -> None:
+        self.command = [python, str(Path(__file__).resolve()), str(checkout), "--case", case]
+        self.command += ["--library", library, "--out", str(out)]
+        self.library, self.out, self.ms, self.weights_of = library, out, out.with_suffix(".ms"), weights_of
+        self.state = out.with_name("state.pt")
+        self.process: subprocess.Popen[str] | None = None
+        self.repeat, self.stopped = 0, False
+
+    def start(self, args: argparse.Namespace) -> None:
+        dense = self.library == "dense"
+        self.repeat = 0 if dense else args.repeat
+        options = {"device": "cpu" if dense else args.device, "dtype": "fp64" if dense else args.dtype}
+        options |= {"voxels": str(args.voxels), "repeat": str(self.repeat)}
+        command = self.command + [word for name, text in options.items() for word in (f"--{name}", text)]
+        threads = max(1, (os.cpu_count() or 1) // args.jobs)  # on a CPU they are part of what is measured
+        fewer = {"OMP_NUM_THREADS": str(threads)} if args.device != "cpu" else {}
+        with open(self.out.with_suffix(".log"), "w") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, env={**fewer, **os.environ}
+            )
+
+    def ended(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    def go_on(self) -> None:
+        if self.process is not None and self.process.stdin is not None and not self.ended():
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write("\n")
+                self.process.stdin.flush()
+
+    def ready(self) -> bool:
+        """Whether it has run its network or ended; hands over the weights when they are there."""
+        if self.weights_of is not None and (self.state.exists() or self.weights_of.ended()):
+            self.weights_of = None
+            if self.state.exists():
+                self.go_on()
+            else:
+                self.stop()
+        return self.out.exists() or self.ended()
+
+    def stop(self) -> None:
+        """Ends it; `stopped` says whether it had not ended itself."""
+        if not self.ended() or self.process is None:
+            self.stopped = True
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+
+    def wrong(self, budget: float) -> str:
+        """An empty string, or what went wrong: the last line that it printed."""
+        if self.out.exists() and (self.ms.exists() or not self.repeat):
+            return ""
+        if self.stopped:
+            return f"no {'time' if self.out.exists() else 'result'} within {budget:g} s"
+        lines = self.out.with_suffix(".log").read_text(errors="replace").strip().splitlines()
+        return (lines or ["ended without a word"])[-1]
+
+
+def together(children: list[Child], args: argparse.Namespace, end: float) -> None:
+    """Runs networks side by side, and then takes their times one after the other, alone.
+
+    Getting ready may take half of the time that is left until `end`.
+    """
+    until = (time.monotonic() + end) / 2
+    for child in children:
+        if time.monotonic() < end:
+            child.start(args)
+    try:
+        while sum(child.ready() for child in children) < len(children) and time.monotonic() < until:
+            time.sleep(0.02)
+        for child in children:
+            if not child.out.exists():
+                child.stop()  # or it would be at work beside those that are timed
+        for child in children:
+            if child.repeat:
+                child.go_on()
+            while not (child.ms.exists() or child.ended()) and time.monotonic() < end:
+                time.sleep(0.02)
+            if not child.ms.exists():
+                child.stop()
+    finally:
+        for child in children:
+            child.stop()
 
 
 # ---- the table -------------------------------------------------------------------------------------------
-
-
-def has_spconv(python: str) -> bool:
-    found = subprocess.run([python, "-c", "import spconv.pytorch"], capture_output=True, text=True)
-    return found.returncode == 0
-
-
-def child(args: argparse.Namespace, case: str, checkout: str, library: str, python: str, out: Path) -> str:
-    """Runs one network; an empty string, or the last line of what went wrong."""
-    command = [
-        python,
-        str(Path(__file__).resolve()),
-        str(Path(checkout).resolve()),
-        "--case",
-        case,
-        "--library",
-        library,
-        "--out",
-        str(out),
-    ]
-    command += [
-        "--device",
-        "cpu" if library == "dense" else args.device,
-        "--voxels",
-        str(args.voxels),
-        "--repeat",
-        str(args.repeat),
-        "--dtype",
-        "fp64" if library == "dense" else args.dtype,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 0:
-        return ""
-    if args.verbose:
-        print(done.stderr, file=sys.stderr)
-    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
 
 
 def difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> tuple[float, str]:
@@ -663,56 +753,83 @@ def difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> tuple[fl
     return worst, ""
 
 
-def table(args: argparse.Namespace) -> int:
-    reference = args.reference or (sys.executable if has_spconv(sys.executable) else None)
-    rows, failed = [], 0
-    print(f"{'network':44} {'voxels':>8} {'difference':>11} {'voxmma ms':>10} {'spconv ms':>10} {'ratio':>6}")
+def compare(row: dict[str, Any], ours: Child, theirs: Child | None, args: argparse.Namespace) -> bool:
+    """Puts figures and a note into the row of a network; whether they are as they should be."""
+    wrong, there, library = ours.wrong(args.budget), "", ""
+    found = {}
+    for child in (ours, theirs):
+        if child is not None and child.out.exists():
+            found[child.library] = torch.load(child.out, weights_only=False)
+        if child is not None and child.ms.exists():
+            row[f"{child.library}_ms"] = torch.load(child.ms, weights_only=False)
+    if theirs is not None:
+        there, library = theirs.wrong(args.budget), theirs.library
+    if "voxmma" in found:
+        row["voxels"] = found["voxmma"]["voxels"]
+    if len(found) == 2:
+        row["difference"], row["note"] = difference(*(part["tensors"] for part in found.values()))
+        row["agrees"] = not row["note"] and row["difference"] <= args.tolerance
+    elif wrong and there and not ours.stopped and not theirs.stopped:
+        row["note"] = f"runs in neither: {wrong[:80]}; {library}: {there[:80]}"
+        return True
+    row["note"] = row["note"] or wrong or (there and f"{library}: {there}")[:200]
+    return not row["note"] and row["agrees"] is not False
+
+
+def show(row: dict[str, Any]) -> None:
+    cells = [f"{row['repository']} {row['network']}"[:44].ljust(44), f"{row.get('voxels', ''):>8}"]
+    cells += [f"{row['difference']:>11.1e}" if row["difference"] is not None else f"{'':>11}"]
+    cells += [f"{v:>10.2f}" if (v := row.get(k)) else f"{'':>10}" for k in ("voxmma_ms", "spconv_ms")]
+    if row.get("voxmma_ms") and row.get("spconv_ms"):
+        cells.append(f"{row['voxmma_ms'] / row['spconv_ms']:>6.2f}")
+    print(" ".join(cells), row["note"], flush=True)
+
+
+def table(args: argparse.Namespace, folder: Path) -> int:
+    from voxmma.tuning import machine
+
+    end = time.monotonic() + args.budget
+    reference = args.reference or sys.executable
+    version = version_of_spconv(reference)
+    if args.reference and version is None:
+        raise SystemExit(f"--reference {args.reference} has no spconv")
+    pairs: list[tuple[dict[str, Any], Child, Child | None]] = []
     for checkout in args.checkouts:
-        found = [name for name in CASES if (Path(checkout) / name).is_dir()]
+        root = Path(checkout).resolve()
+        found = [name for name in CASES if (root / name).is_dir()]
         if not found:
             raise SystemExit(f"{checkout} holds none of {', '.join(CASES)}")
         for name in CASES[found[0]]:
             if args.only and args.only not in name:
                 continue
-            with tempfile.TemporaryDirectory() as folder:
-                case, mine, theirs = (
-                    f"{found[0]}:{name}",
-                    Path(folder) / "mine.pt",
-                    Path(folder) / "theirs.pt",
-                )
-                row = {"repository": found[0], "network": name, "difference": None, "note": ""}
-                library, python = "spconv", reference
-                if found[0] in WRITTEN_FOR:
-                    library, python = "dense", sys.executable
-                wrong = child(args, case, checkout, "voxmma", sys.executable, mine)
-                there, state = "", Path(folder) / "mine.state"
-                if python and state.exists():
-                    state.rename(Path(folder) / "theirs.state")
-                    there = child(args, case, checkout, library, python, theirs)
-                if not wrong:
-                    ours = torch.load(mine, weights_only=False)
-                    row |= {"voxels": ours["voxels"], "voxmma_ms": ours["ms"]}
-                if python and theirs.exists():
-                    their = torch.load(theirs, weights_only=False)
-                    row["spconv_ms"] = their["ms"]
-                    if not wrong:
-                        row["difference"], row["note"] = difference(ours["tensors"], their["tensors"])
-                if wrong and there:
-                    row["note"] = f"runs in neither: {wrong[:80]}; {library}: {there[:80]}"
-                elif wrong or there:
-                    row["note"] = wrong or f"{library}: {there}"
-                    failed += 1
-                elif row["note"] or (python and not row["difference"] <= args.tolerance):
-                    failed += 1
-            rows.append(row)
-            cells = [f"{found[0]} {name}"[:44].ljust(44), f"{row.get('voxels', ''):>8}"]
-            cells += [f"{row['difference']:>11.1e}" if row["difference"] is not None else f"{'':>11}"]
-            cells += [f"{v:>10.2f}" if (v := row.get(k)) else f"{'':>10}" for k in ("voxmma_ms", "spconv_ms")]
-            if row.get("voxmma_ms") and row.get("spconv_ms"):
-                cells.append(f"{row['voxmma_ms'] / row['spconv_ms']:>6.2f}")
-            print(" ".join(cells), row["note"][:200], flush=True)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1))
+            where = folder / str(len(pairs))
+            where.mkdir()
+            row = {"repository": root.name, "network": name, "dtype": args.dtype}
+            row |= {"tolerance": args.tolerance, "difference": None, "agrees": None, "note": ""}
+            case = f"{found[0]}:{name}"
+            ours, theirs = Child(case, root, "voxmma", sys.executable, where / "ours.pt"), None
+            dense = found[0] in WRITTEN_FOR
+            if dense or version is not None:
+                row["reference"] = f"{WRITTEN_FOR[found[0]]}'s rules" if dense else f"spconv {version}"
+                library, python = ("dense", sys.executable) if dense else ("spconv", reference)
+                theirs = Child(case, root, library, python, where / "theirs.pt", ours)
+            pairs.append((row, ours, theirs))
+    result = {"kind": "upstream", **machine.labels(torch.device(args.device))}
+    result |= {"repeats": args.repeat, "rows": []}
+    print(f"{'network':44} {'voxels':>8} {'difference':>11} {'voxmma ms':>10} {'spconv ms':>10} {'ratio':>6}")
+    waiting = [child for _, *pair in pairs for child in pair if child is not None]
+    failed = 0
+    while waiting:
+        together(waiting[: args.jobs], args, end)
+        del waiting[: args.jobs]
+        while pairs and not any(child in waiting for child in pairs[0][1:]):
+            row, ours, theirs = pairs.pop(0)
+            failed += not compare(row, ours, theirs, args)
+            show(row)
+            result["rows"].append(row)
+            shutil.rmtree(ours.out.parent)
+            if args.json:
+                Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
     return failed
 
 
@@ -724,6 +841,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and features; fp64 on a CPU, else fp32")
     parser.add_argument("--voxels", type=int, default=3000)
     parser.add_argument("--repeat", type=int, default=0, help="forwards to take the time of")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that get ready side by side")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="after which networks have no figures",
+    )
     parser.add_argument("--only", help="networks whose name holds this")
     parser.add_argument(
         "--tolerance",
@@ -736,12 +861,15 @@ def main() -> None:
     for name in ("--case", "--library", "--out"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error("--jobs must be at least 1")
     args.dtype = args.dtype or ("fp64" if args.device == "cpu" else "fp32")
     args.tolerance = TOLERANCE[args.dtype] if args.tolerance is None else args.tolerance
     if args.case:
         run_case(args)
     else:
-        raise SystemExit(min(table(args), 1))
+        with tempfile.TemporaryDirectory(prefix="voxmma-upstream-") as folder:
+            raise SystemExit(min(table(args, Path(folder)), 1))
 
 
 if __name__ == "__main__":

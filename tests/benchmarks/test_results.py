@@ -256,6 +256,42 @@ def test_times_of_small_sets_become_a_table(tmp_path: Path) -> None:
     assert len(stored(raw["rows"][:1], commit="def")["small_sets"]["rows"]) == 1
 
 
+# ---- networks of other repositories -----------------------------------------------------------------------
+
+
+def test_networks_of_other_repositories_become_a_table(tmp_path: Path) -> None:
+    assert "No run" in tables.upstream_table([])
+    row = {"repository": "Points", "network": "Net", "dtype": "fp16", "tolerance": 0.02, "voxels": 60123}
+    row |= {"difference": 0.00312345, "agrees": True, "note": "", "reference": "spconv 2.3.8"}
+    wrong = {**row, "network": "Other", "difference": 0.5, "agrees": False, "voxmma_ms": 1.5}
+    none = {"repository": "Points", "network": "Third", "dtype": "fp16", "tolerance": 0.02}
+    none |= {"difference": None, "agrees": None, "note": "runs in neither: a|b"}
+    raw = {
+        "kind": "upstream",
+        "device": "GPU Y",
+        "driver": "1.3",
+        "environment": {"torch": "2.11"},
+        "repeats": 9,
+    }
+
+    def shown(*rows: dict[str, Any]) -> list[str]:
+        (tmp_path / "raw.json").write_text(json.dumps({**raw, "rows": rows}))
+        assert collect.main([str(tmp_path / "raw.json"), "--results", str(tmp_path / "r"), *ORIGIN[2:]]) == 0
+        found = tables.load(tmp_path / "r")
+        assert found[0]["upstream"]["commit"] == "abc"
+        return tables.upstream_table(found).splitlines()
+
+    lines = shown({**row, "voxmma_ms": 2.0, "spconv_ms": 5.0}, wrong, none)
+    assert lines[0].startswith("**GPU Y**, medians of 9 forwards") and "driver 1.3, commit abc" in lines[0]
+    assert lines[4] == (
+        "| Points | Net | 60,123 | fp16 | spconv 2.3.8 | 3.1e-03 | yes (0.02) | 2.00 | 5.00 | 0.40 |  |"
+    )
+    assert "5.0e-01 | **no** (0.02) | 1.50 | – | – |" in lines[5]
+    assert lines[6] == "| Points | Third | – | fp16 | – | – | – | – | – | – | runs in neither: a\\|b |"
+    again = "\n".join(shown(row))  # the same commit: one row is replaced
+    assert "0.40" not in again and again.count("| Points | Net |") == 1 and "Other" in again
+
+
 # ---- one command -------------------------------------------------------------------------------------------
 
 

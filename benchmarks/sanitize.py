@@ -1,4 +1,4 @@
-"""What compute-sanitizer watches: every tile over 27 and 8 offsets both ways, maps, pooling, points and norms.
+"""What compute-sanitizer watches: every tile over 27 and 8 offsets both ways, maps, pooling, points, norms.
 
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --channels 8,32,64,128

@@ -216,6 +216,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         else
           cp_async_wait<0>();
         __syncthreads();  // all threads' copies are visible, and the stage consumed before this one is free
+        fetch_weights(stage == 0 ? C::kStages - 1 : stage - 1);
         if (!arrived) {
           arrived = true;
           locate(mask, a_row);
@@ -226,6 +227,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
         // Operands of the next step are loaded while this one computes: B into a second buffer, A in place, fragment
         // by fragment, as soon as its MMAs are issued. Behind the last step comes the next offset, whose rows are there
         // before its weights.
+        uint32_t next_row[C::kFragsM];
+        const uint32_t next_bits = bits & (bits - 1), next = taking_part(next_bits);
+        locate(next_bits, next_row);
         const auto load_b = [&](int step) {
 #pragma unroll
           for (int n = 0; n < C::kFragsN / 2; ++n) {
@@ -234,10 +238,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
           }
         };
         if (active) load_b(0);
-        fetch_weights(stage == 0 ? C::kStages - 1 : stage - 1);
-        uint32_t next_row[C::kFragsM];
-        const uint32_t next_bits = bits & (bits - 1), next = taking_part(next_bits);
-        locate(next_bits, next_row);
 #pragma unroll
         for (int step = 0; step < C::kSteps; ++step) {
           if (step < steps) {

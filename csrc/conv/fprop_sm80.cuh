@@ -18,7 +18,7 @@
 
 namespace voxmma {
 
-template <DType In_, Accum Acc_, int BN_, int CK_, int Promote_ = 0, int Stages_ = 0, int Warps_ = 8, int Test_ = 0>
+template <DType In_, Accum Acc_, int BN_, int CK_, int Promote_ = 0, int Stages_ = 0>
 struct FpropSm80 {
   static constexpr DType In = In_;
   static constexpr Accum Acc = Acc_;
@@ -31,9 +31,9 @@ struct FpropSm80 {
   static constexpr int Promote = Promote_ < 0 ? CK : Promote_;
   static constexpr bool kSplit = In == DType::f32 && Promote > 0;
   using Sum = Accumulator<In, Acc, kSplit>;
-  static constexpr int kThreads = Warps_ * 32;
-  static constexpr int kWarpsN = BN * Warps_ >= 512 ? 2 : 1;  // warps side by side over the channels
-  static constexpr int kWarpsM = Warps_ / kWarpsN;
+  static constexpr int kThreads = 256;
+  static constexpr int kWarpsN = BN >= 64 ? 2 : 1;  // warps side by side over the channels
+  static constexpr int kWarpsM = 8 / kWarpsN;
   static constexpr int kFragsM =
       kFrags / kWarpsM;  // m16 fragments of a warp: wm, wm + kWarpsM, ... (balances skipping)
   static constexpr uint32_t kWarpFrags = kWarpsM == 4 ? 0x1111 : 0x0101;
@@ -44,13 +44,11 @@ struct FpropSm80 {
   static constexpr int kRowBytes = CK * dtype_bytes(In);
   static constexpr int kWeightBytes = BN * kRowBytes;  // one stage: [BN][CK]
   static constexpr int kStages = Stages_ > 0 ? Stages_ : kWeightBytes >= 64 * 128 ? 3 : 4;
-  static constexpr int kInput = kStages * kWeightBytes;  // [kUniqueMax + 1][CK], last row zero
-  static constexpr int kTest = Test_;
-  static constexpr bool kShared = (kTest & 1) == 0;
+  static constexpr int kInput = kStages * kWeightBytes;                 // [kUniqueMax + 1][CK], last row zero
   static constexpr int kLocal = kInput + (kUniqueMax + 1) * kRowBytes;  // [kPassOffsets][kTileM] uint16
-  static constexpr int kSmem = kLocal + (kShared ? kPassOffsets * kTileM * 2 : 0);
+  static constexpr int kSmem = kLocal + kPassOffsets * kTileM * 2;
   // Two CTAs a multiprocessor hide each other's gathers where accumulators and fragments fit in 128 registers.
-  static constexpr int kMinBlocks = BN <= 32 ? 16 / Warps_ : BN == 64 && Promote == 0 ? 2 : 1;
+  static constexpr int kMinBlocks = BN <= 32 || (BN == 64 && Promote == 0) ? 2 : 1;
   static_assert(kRowBytes == 64 || kRowBytes == 128, "rows of 64 or 128 bytes");
   static_assert(In == DType::f32 ? Promote == 0 || Promote == kStepK : (Acc == Accum::f16_promoted) == (Promote > 0),
                 "Promote goes with f16_promoted and with 3xTF32");
@@ -80,12 +78,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
                       (static_cast<int64_t>(group) * n_blocks + nb) * plan.kernel_volume * chunks * C::kWeightBytes;
   const uint16_t* local = plan.local + static_cast<int64_t>(tile) * plan.kernel_volume * kTileM;  // [K][kTileM]
   const int pass_end = scheduled.first_pass + scheduled.passes;
-  const int channel0 = nb * C::BN + wn * C::kFragsN * 8;  // first channel of the warp, inside the group
-  const int cols = args.c_out - channel0;                 // channels that exist from there, may be <= 0
-  const bool wide = C::kSplit || cols > C::kFragsN * 4;   // is there anything for the second half of its columns?
 
   const uint32_t s_weight = smem_address(smem);
   const uint32_t s_input = s_weight + C::kInput;
+  const uint32_t s_local = s_weight + C::kLocal;
 
   // Lane l holds the offset bits of fragment l % 16; all lanes together, the offsets that the tile needs at all.
   const auto load_frag = [&](int pass) {
@@ -116,7 +112,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
 #pragma unroll
       for (int i = 0; i < C::kWeightBytes; i += C::kThreads * 16) {
         const int at = i + threadIdx.x * 16;
-        if ((C::kTest & 4) != 0) continue;
         if (C::kWeightBytes % (C::kThreads * 16) == 0 || at < C::kWeightBytes) cp_async16(dst + at, src + at);
       }
       ahead.bits &= ahead.bits - 1;
@@ -133,7 +128,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   // Gathers CK channels of the pass's unique rows. A thread keeps its 16-byte piece of a row and walks down the rows;
   // its row stride is a multiple of 8, so the swizzled position stays the same.
   const auto gather = [&](const Pass& pass, int chunk, int steps) {
-    constexpr int kPieces = C::kRowBytes / 16, kStride = C::kThreads / kPieces, kBatch = C::kMinBlocks == 1 || (C::BN == 64 && C::kThreads == 128) ? 8 : 4;
+    constexpr int kPieces = C::kRowBytes / 16, kStride = C::kThreads / kPieces, kBatch = C::kMinBlocks == 1 ? 8 : 4;
     const int piece = threadIdx.x % kPieces, row0 = threadIdx.x / kPieces;
     if (piece >= 2 * steps) return;
     const int channel = chunk * C::CK + piece * C::kPieceK;
@@ -154,12 +149,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   };
   const auto copy_local = [&](const Pass& pass) {
     const char* src = reinterpret_cast<const char*>(local + static_cast<int64_t>(pass.k_begin) * kTileM);
-    for (int at = threadIdx.x * 16; at < pass.k_count * kTileM * 2; at += C::kThreads * 16) {
-      if constexpr (C::kShared)
-        cp_async16(s_weight + C::kLocal + at, src + at);
-      else if (at % 128 == 0)
-        asm volatile("prefetch.global.L2 [%0];\n" ::"l"(src + at));
-    }
+    for (int at = threadIdx.x * 16; at < pass.k_count * kTileM * 2; at += C::kThreads * 16)
+      cp_async16(s_local + at, src + at);
   };
 
   if (threadIdx.x < C::kRowBytes / 16)  // the zero row; published by the first __syncthreads
@@ -180,119 +171,82 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
     for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
       const int left = args.c_in - chunk * C::CK;
       const int steps = min(C::kSteps, (left + C::kStepK - 1) / C::kStepK);  // MMA steps with channels in them
-      __syncthreads();  // every warp has finished with the rows that are overwritten now
+      __syncthreads();  // every warp has finished with the rows (and indices) that are overwritten now
       const Pass pass = load_pass(plan, p);
       if (chunk == chunk_begin) copy_local(pass);
-      if ((C::kTest & 8) == 0) gather(pass, chunk, steps);
+      gather(pass, chunk, steps);
       cp_async_commit();
-
-      // Of the first offset in `bits`: the warp's fragments that take part (bit i * kWarpsM: fragment i), and its rows.
-      const auto taking_part = [&](uint32_t bits) {
-        return bits && cols > 0 ? __ballot_sync(~0u, (frag >> (__ffs(bits) - 1)) & 1) >> wm & C::kWarpFrags : 0;
-      };
-      const auto is_in = [](uint32_t fragments, int i) { return ((fragments >> (i * C::kWarpsM)) & 1) != 0; };
-      const auto load_rows = [&](uint32_t bits, int (&row)[C::kFragsM]) {
-        const int j = bits ? __ffs(bits) - 1 : 0;
-#pragma unroll
-        for (int i = 0; i < C::kFragsM; ++i) {
-          const int at = j * kTileM + (wm + i * C::kWarpsM) * kFragRows + lane % 16;
-          if constexpr ((C::kTest & 2) != 0)
-            row[i] = at % kTileM;
-          else if constexpr (C::kShared)
-            row[i] = reinterpret_cast<const uint16_t*>(smem + C::kLocal)[at];
-          else
-            row[i] = __ldg(local + static_cast<int64_t>(pass.k_begin) * kTileM + at);
-        }
-      };
-      // ldmatrix row address of step 0: lane gives row lane % 16, piece lane / 16. Step s is 32 bytes on before
-      // swizzling: address ^ (s * 32).
-      const auto address = [&](int row) {
-        return s_input + row * C::kRowBytes + swizzle(row, lane / 16, C::kRowBytes) * 16;
-      };
-      // B: lane gives output channel 8 (lane / 16) + lane % 8, piece lane / 8 % 2
-      const int b_channel = wn * C::kFragsN * 8 + lane / 16 * 8 + lane % 8;
-      const uint32_t b_at =
-          s_weight + b_channel * C::kRowBytes + swizzle(b_channel, lane / 8 % 2, C::kRowBytes) * 16;
-
-      // Rows of A are resident for all of the chunk's offsets, so that the next offset's indices, addresses and first
-      // fragments are there before its weights.
-      // A 16-byte piece holds 8 channels of 16 bits or 4 of 32 bits; spread over a quad's registers, both are the
-      // fragment that the MMA wants.
-      uint32_t a[C::kFragsM][4];  // [m16][piece 0: rows 0-7, rows 8-15, piece 1: rows 0-7, rows 8-15]
-      uint32_t a_row[C::kFragsM];
-      int rows_ahead[C::kFragsM];
-      uint32_t active = taking_part(mask);
       bool arrived = false;  // are this chunk's rows known to be there?
-      const auto first_rows = [&] {
-        load_rows(mask, rows_ahead);
-#pragma unroll
-        for (int i = 0; i < C::kFragsM; ++i) a_row[i] = address(rows_ahead[i]);
-        load_rows(mask & (mask - 1), rows_ahead);
-      };
-      if (!C::kShared) first_rows();
 
       for (uint32_t bits = mask; bits; bits &= bits - 1) {
         // Wait for this offset's weights, which are kStages - 1 groups old; for a chunk's first offset, even if it is
-        // the only one, wait for everything, its rows included.
+        // the only one, wait for everything, its rows and indices included.
         if (arrived)
           cp_async_wait<C::kStages - 2>();
         else
           cp_async_wait<0>();
+        arrived = true;
         __syncthreads();  // all threads' copies are visible, and the stage consumed before this one is free
         fetch_weights(stage == 0 ? C::kStages - 1 : stage - 1);
-        if (!arrived) {
-          arrived = true;
-          if (C::kShared) first_rows();
+
+        const int j = __ffs(bits) - 1;
+        const uint32_t taking_part =
+            __ballot_sync(~0u, (frag >> j) & 1) >> wm;  // bit i * kWarpsM: fragment i of the warp
+        const auto active = [&](int i) { return ((taking_part >> (i * C::kWarpsM)) & 1) != 0; };
+        if (taking_part & C::kWarpFrags) {
+          // ldmatrix row addresses of step 0. Step s is 32 bytes on before swizzling: address ^ (s * 32).
+          uint32_t a_row[C::kFragsM];  // A: lane gives row lane % 16, piece lane / 16
+#pragma unroll
+          for (int i = 0; i < C::kFragsM; ++i) {
+            const int frag_row = (wm + i * C::kWarpsM) * kFragRows + lane % 16;
+            const int row = reinterpret_cast<const uint16_t*>(smem + C::kLocal)[j * kTileM + frag_row];
+            a_row[i] = s_input + row * C::kRowBytes + swizzle(row, lane / 16, C::kRowBytes) * 16;
+          }
+          // B: lane gives output channel 8 (lane / 16) + lane % 8, piece lane / 8 % 2
+          const int b_channel = wn * C::kFragsN * 8 + lane / 16 * 8 + lane % 8;
+          const uint32_t b_row = s_weight + stage * C::kWeightBytes + b_channel * C::kRowBytes +
+                                 swizzle(b_channel, lane / 8 % 2, C::kRowBytes) * 16;
+
+          // Operands of the next step are loaded while this one computes: B into a second buffer, A in place, fragment
+          // by fragment, as soon as its MMAs are issued.
+          // A 16-byte piece holds 8 channels of 16 bits or 4 of 32 bits; spread over a quad's registers, both are the
+          // fragment that the MMA wants.
+          uint32_t a[C::kFragsM][4];         // [m16][piece 0: rows 0-7, rows 8-15, piece 1: rows 0-7, rows 8-15]
+          uint32_t b[2][C::kFragsN / 2][4];  // [buffer][pair of n8][first n8: piece 0, piece 1, second n8: the same]
+          const auto load_b = [&](int step) {
+#pragma unroll
+            for (int n = 0; n < C::kFragsN / 2; ++n)
+              ldmatrix_x4(b[step & 1][n], (b_row ^ (step * 32)) + n * 16 * C::kRowBytes);
+          };
+          load_b(0);
 #pragma unroll
           for (int i = 0; i < C::kFragsM; ++i)
-            if (is_in(active, i)) ldmatrix_x4(a[i], a_row[i]);
-        }
-        const uint32_t next_bits = bits & (bits - 1), next = taking_part(next_bits);
-
-        // Operands of the next step are loaded while this one computes: B into a second buffer, A in place, fragment
-        // by fragment, as soon as its MMAs are issued.
-        uint32_t b[2][C::kFragsN / 2][4];  // [buffer][pair of n8][first n8: piece 0, piece 1, second n8: the same]
-        const auto load_b = [&](int step) {
+            if (active(i)) ldmatrix_x4(a[i], a_row[i]);
 #pragma unroll
-          for (int n = 0; n < C::kFragsN / 2; ++n) {
-            if (n < C::kFragsN / 4 || wide)
-              ldmatrix_x4(b[step & 1][n],
-                          ((b_at + stage * C::kWeightBytes) ^ (step * 32)) + n * 16 * C::kRowBytes);
-          }
-        };
-        if (active) load_b(0);
-        uint32_t next_row[C::kFragsM];
+          for (int step = 0; step < C::kSteps; ++step) {
+            if (step < steps) {
+              const bool more = step + 1 < C::kSteps && step + 1 < steps;
+              if (more) load_b(step + 1);
+              Operand<C::In, C::kSplit> b_now[C::kFragsN / 2], a_now;
 #pragma unroll
-        for (int i = 0; i < C::kFragsM; ++i) next_row[i] = address(rows_ahead[i]);
-        load_rows(next_bits & (next_bits - 1), rows_ahead);
+              for (int n = 0; n < C::kFragsN / 2; ++n) b_now[n].set(b[step & 1][n]);
 #pragma unroll
-        for (int step = 0; step < C::kSteps; ++step) {
-          if (step < steps) {
-            const bool more = step + 1 < C::kSteps && step + 1 < steps;
-            if (more && active) load_b(step + 1);
-            Operand<C::In, C::kSplit> b_now[C::kFragsN / 2], a_now;
+              for (int i = 0; i < C::kFragsM; ++i) {
+                if (active(i)) {
+                  a_now.set(a[i]);
+                  multiply(acc[i], a_now, b_now);
+                  if (more) ldmatrix_x4(a[i], a_row[i] ^ ((step + 1) * 32));
+                  if constexpr (C::Acc == Accum::f16_promoted && C::Promote <= C::CK) {
+                    if ((step + 1) % (C::Promote / C::kStepK) == 0 || step + 1 == steps) {
 #pragma unroll
-            for (int n = 0; n < C::kFragsN / 2; ++n) b_now[n].set(b[step & 1][n]);
-#pragma unroll
-            for (int i = 0; i < C::kFragsM; ++i) {
-              if (is_in(active, i)) {
-                a_now.set(a[i]);
-                multiply(acc[i], a_now, b_now, wide);
-                if constexpr (C::Acc == Accum::f16_promoted && C::Promote <= C::CK) {
-                  if ((step + 1) % (C::Promote / C::kStepK) == 0 || step + 1 == steps) {
-#pragma unroll
-                    for (int n = 0; n < C::kFragsN; ++n) acc[i][n].promote();
+                      for (int n = 0; n < C::kFragsN; ++n) acc[i][n].promote();
+                    }
                   }
                 }
               }
-              if (is_in(more ? active : next, i))
-                ldmatrix_x4(a[i], more ? a_row[i] ^ ((step + 1) * 32) : next_row[i]);
             }
           }
         }
-        active = next;
-#pragma unroll
-        for (int i = 0; i < C::kFragsM; ++i) a_row[i] = next_row[i];
         if constexpr (C::Promote > C::CK) {
           if (++since == C::Promote / C::CK) {
             since = 0;
@@ -302,7 +256,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
               for (int n = 0; n < C::kFragsN; ++n) acc[i][n].promote();
           }
         }
-        if (++stage == C::kStages) stage = 0;
+        stage = stage + 1 == C::kStages ? 0 : stage + 1;
       }
     }
   }
@@ -310,6 +264,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const uint32_t flags = load_flags(args.raw);  // arrive while rows are stored
 
   // Epilogue, one rounding, rows to their places in the caller's order.
+  const int channel0 = nb * C::BN + wn * C::kFragsN * 8;  // first channel of the warp, inside the group
+  const int cols = args.c_out - channel0;                 // channels that exist from there, may be <= 0
 #pragma unroll
   for (int i = 0; i < C::kFragsM; ++i) {
 #pragma unroll

@@ -116,10 +116,10 @@ struct Accumulator<DType::f16, Accum::f16_promoted, false> {
   __device__ __forceinline__ float2 row(int half) const { return make_float2(v[2 * half], v[2 * half + 1]); }
 };
 
-// One MMA step of a row of N m16n8 blocks: acc[n] += a b[n]; without `wide` of the first half of them (never of Split).
+// One MMA step of a row of N m16n8 blocks: acc[n] += a b[n].
 template <DType In, Accum Acc, bool Split, int N>
 __device__ __forceinline__ void multiply(Accumulator<In, Acc, Split> (&acc)[N], const Operand<In, Split>& a,
-                                         const Operand<In, Split> (&b)[N / 2], bool wide = true) {
+                                         const Operand<In, Split> (&b)[N / 2]) {
   if constexpr (Split) {
     // The tensor core truncates when it adds, so its sums start from zero every 8 products, small products first, and
     // the long sum is made of additions that round to nearest. Four blocks at a time hide the MMA latency.
@@ -154,8 +154,7 @@ __device__ __forceinline__ void multiply(Accumulator<In, Acc, Split> (&acc)[N], 
     }
   } else {
 #pragma unroll
-    for (int n = 0; n < N; ++n)
-      if (n < N / 2 || wide) acc[n].mma(a.v, b[n / 2].v[n % 2 * 2], b[n / 2].v[n % 2 * 2 + 1]);
+    for (int n = 0; n < N; ++n) acc[n].mma(a.v, b[n / 2].v[n % 2 * 2], b[n / 2].v[n % 2 * 2 + 1]);
   }
 }
 

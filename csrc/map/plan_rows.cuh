@@ -132,8 +132,7 @@ __device__ __forceinline__ uint64_t block_sort(uint64_t key, int count, uint64_t
   const uint64_t own = key;
   unsigned sorted = 32;  // keys, a power of two
   while (sorted < unsigned(count)) sorted *= 2;
-  // Of the buffer, in turn: one barrier an exchange, of which there are 6, 3, 1 or none. The last is in the second half.
-  unsigned half = sorted < unsigned(kTileM) ? unsigned(kTileM) : 0;
+  unsigned half = 0;  // of the buffer, in turn: one barrier an exchange, of which there are 6, 3, 1 or none
 #pragma unroll 1      // a block runs through its code once: what is unrolled waits for instructions
   for (unsigned size = 2; size <= sorted; size *= 2) {
 #pragma unroll 1
@@ -151,6 +150,7 @@ __device__ __forceinline__ uint64_t block_sort(uint64_t key, int count, uint64_t
       key = (key < other) == keep_smaller ? key : other;
     }
   }
+  if (half != 0) __syncthreads();  // the last exchange was in the first half
   return t < sorted ? key : own;
 }
 

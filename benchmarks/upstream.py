@@ -9,8 +9,9 @@ Each network runs in a process of its own, straight from its file: packages arou
 what a file imports beside torch and spconv (registries, timm, addict, ...) is stood in for. Both libraries
 get the same weights and voxels, in evaluation; fp64 on a CPU, fp32 or `--dtype` on a GPU. `--reference` is a
 Python that has spconv (default: this one, if it has); without one, networks are run and nothing is compared.
-A network that runs in neither library is no failure: the note has what both say (in fp16 VoxelBackBone8xFocal
-puts features into fp32 tensors and hands these to layers of fp16 weights, which is for autocast).
+A network that runs in neither library is no failure: the note has what both say. (VoxelBackBone8xFocal makes
+tensors on a GPU whatever its input is on; in fp16 it puts features into fp32 tensors and hands these to
+layers of fp16 weights, which is for autocast.)
 Times are medians of whole forwards on new coordinates, maps included, after a few that are not counted.
 `--jobs` processes (two a network) get ready side by side, and are then timed one after the other, alone;
 networks that have no figures after `--budget` seconds say so.

@@ -64,6 +64,7 @@ constexpr bool kHasCuda = true;
 void bind_cuda(py::module_& m) {
   bind_tiles(m);
   bind_coords(m);
+  bind_plans(m);
   bind_points(m);
   bind_streams(m);
 }

@@ -18,6 +18,7 @@ void bind_prepared_conv(py::module_& m);
 #ifdef VOXMMA_WITH_CUDA  // csrc/torch/cuda
 void bind_tiles(py::module_& m);
 void bind_coords(py::module_& m);
+void bind_plans(py::module_& m);
 void bind_points(py::module_& m);
 void bind_streams(py::module_& m);
 #endif

@@ -538,8 +538,7 @@ def _convolve(
         y = prepared(x, weight, bias)
     record = _record(config.layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
     notify(record)
-    if observed():
-        observe(x, _kernel(config, weight), bias, mapping, y, record)
+    observe(x, _kernel(config, weight) if observed() else weight, bias, mapping, y, record)
     return _Result(y, record, op, operands, decision, applied, prepared)
 
 

@@ -366,6 +366,24 @@ def test_repeated_calls_look_at_the_file_at_intervals(
     assert validation.stamp(recent=True) not in (newest, theirs)
 
 
+def test_a_look_that_a_write_overtakes_is_not_kept(
+    cache: Path, owners: Callable[[store.Owner | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = store.os.stat
+
+    def overtaken(file: Path) -> os.stat_result:
+        found = stat(file)
+        monkeypatch.setattr(store.os, "stat", stat)
+        validation.keep(decide(), CPU)
+        return found
+
+    validation.keep(decide(), CPU)
+    before = validation.stamp()
+    monkeypatch.setattr(store.os, "stat", overtaken)
+    assert validation.stamp() == before
+    assert validation.stamp(recent=True) == validation.stamp() != before
+
+
 def test_times_and_verdicts_share_a_file(cache: Path, owners: Callable[[store.Owner | None], None]) -> None:
     """Deleting measurements leaves verdicts; either kind is read without the other."""
     key = measurements.Key("fwd", "fp16", "fp32", 64, 64, 1, 27, "ieee")

@@ -103,28 +103,31 @@ def _in(folder: Path) -> Path:
     return folder / "records.jsonl"
 
 
-_looked: tuple[float, str] | None = None
-"""when `stamp` looked last, and what it said; None: not since this process wrote"""
+_writes = 0
+"""how often this process has had the file open to be written"""
+
+_looked: tuple[float, int, str] | None = None
+"""when `stamp` looked last, `_writes` before it did, and what it said"""
 
 
 def stamp() -> str:
     """A text that changes when the file does; '' where there is none."""
     global _looked
-    file, now = path(), time.monotonic()
+    file, now, writes = path(), time.monotonic(), _writes
     try:
         found = os.stat(file)
         text = f"{file}:{found.st_mtime_ns}:{found.st_size}"
     except OSError:
         text = ""
-    _looked = now, text
+    _looked = now, writes, text
     return text
 
 
 def recent_stamp() -> str:
     """`stamp()` as it was in the last LOOK_SECONDS. What this process has written shows at once."""
     looked = _looked
-    if looked is not None and time.monotonic() - looked[0] < LOOK_SECONDS:
-        return looked[1]
+    if looked is not None and looked[1] == _writes and time.monotonic() - looked[0] < LOOK_SECONDS:
+        return looked[2]
     return stamp()
 
 
@@ -214,7 +217,7 @@ def newest(kind: str, owner: Owner | None, key: Mapping[str, Any]) -> Entry | No
 def _locked(handle: int) -> Iterator[bool]:
     """Holds the lock of a file that is open to be written; False where others keep it for too long or there
     are no locks."""
-    global _looked
+    global _writes
     import fcntl
 
     held = False
@@ -231,7 +234,7 @@ def _locked(handle: int) -> Iterator[bool]:
     try:
         yield held
     finally:
-        _looked = None
+        _writes += 1
         if held:
             fcntl.flock(handle, fcntl.LOCK_UN)
 

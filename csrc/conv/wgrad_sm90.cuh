@@ -10,10 +10,11 @@
 //
 //   row ring   unique input rows of a pass, CK channels; local indices of the CTA's offsets, fragment masks
 //   dy ring    kHalfRows rows of dY, BN channels: half a tile a stage, so that the next tile's rows arrive meanwhile
-// Two producer warps fill each ring. What they load to know a tile's rows must not be waited for before it is needed: a
-// load's latency is an eighth of a tile's time. 64 x 128, 128 channels, H200, 507k voxels: 0.59 ms, of which the products
-// alone take 0.50, the copies alone 0.42 and neither 0.20. So bytes from L2 do not bound it: dY gathered by halves, a
-// cluster of two CTAs exchanging it over distributed shared memory, took 0.66 ms, and quarters of a tile a stage 0.65.
+// Two producer warps fill each ring, so that neither waits for the other's, and row ids are loaded a tile before their
+// gather, which is the first to use them. 64 x 128 tiles, 128 channels, 507k voxels, H200: 0.59 ms, of which the products
+// without copies take 0.50, the copies without products 0.42, and neither of them 0.20. So bytes from L2 are not what bounds
+// it: with a cluster of two blocks of input channels, each gathering half of dY's rows for both over distributed shared
+// memory, it took 0.66 ms, in stages of a quarter of a tile; without the cluster those took 0.65.
 // Registers: 384 threads x 168 at launch = producers 128 x 40 + consumers 256 x 232. (Three consumer warpgroups of
 // 160 registers hold no 128-register accumulator beside the rest: ptxas serialises their wgmma, message C7512.)
 #pragma once

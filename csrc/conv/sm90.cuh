@@ -215,7 +215,7 @@ template <int MaxRows, int Warps>
 struct RowIds {
   static constexpr int kRegs = (MaxRows + 32 * Warps - 1) / (32 * Warps);
   static constexpr uint32_t kNone = 0xffffffffu;
-  uint32_t at[kRegs];  // row id * row_pieces, within kWgmmaSpan; kNone: a row of zeros
+  uint32_t at[kRegs];  // row id * row_pieces, within kWgmmaSpan, or, by load_ids, row id; kNone: a row of zeros
 
   // row_pieces: 16-byte pieces from one row to the next.
   __device__ void load(const int* ids, int count, uint32_t row_pieces, int warp, int lane) {
@@ -226,14 +226,28 @@ struct RowIds {
       at[i] = id >= 0 ? uint32_t(id) * row_pieces : kNone;
     }
   }
+  // Of rows First .. First + Rows - 1, for a gather with the bytes of a row as its unit. Nothing is computed with the ids
+  // before that, so they stay on their way until then: a warp that waits here has nothing else in flight.
+  template <int First, int Rows>
+  __device__ void load_ids(const int* ids, int count, int warp, int lane) {
+    static_assert(First % (32 * Warps) == 0 && Rows % (32 * Warps) == 0);
+#pragma unroll
+    for (int i = First / (32 * Warps); i < (First + Rows) / (32 * Warps); ++i) {
+      const int r = 32 * (Warps * i + warp) + lane;
+      at[i] = kNone;
+      if (r < count) at[i] = uint32_t(__ldg(ids + r));
+    }
+  }
 
   // Copies RowBytes of rows First .. First + Rows - 1 into a swizzled shared buffer, 16 bytes a lane. Rows without id
   // (and those that fill up the last 32 of `count`) and pieces from `valid` on are written as zeros. 32 rows without
   // such take the short way: its instructions, not the memory, are what a gather waits for.
   //   src    first byte of the first piece of row 0
   //   Batch  copies whose addresses a lane holds at once
-  template <int RowBytes, int First, int Rows, int Batch>
-  __device__ void gather(uint32_t smem, const char* src, int count, int valid, int warp, int lane) const {
+  //   unit   bytes that `at` counts
+  template <int RowBytes, int First, int Rows, int Batch, class Unit = std::integral_constant<uint32_t, 16>>
+  __device__ void gather(uint32_t smem, const char* src, int count, int valid, int warp, int lane,
+                         Unit unit = {}) const {
     constexpr int kPieces = RowBytes / 16, kRowsAtOnce = 32 / kPieces, kBatch = Batch < kPieces ? Batch : kPieces;
     static_assert(kPieces % 4 == 0 && 2 * kRowsAtOnce % 8 == 0);  // the swizzle repeats after two steps
     static_assert(First % 32 == 0 && Rows % 32 == 0 && kBatch % 2 == 0 && kPieces % kBatch == 0);
@@ -258,14 +272,15 @@ struct RowIds {
         if (plain) {
 #pragma unroll
           for (int h = 0; h < kBatch; ++h) {
-            cp_async16((h % 2 ? odd : even) + to + (h - h % 2) * kRowsAtOnce * RowBytes, src + uint64_t(row[h]) * 16);
+            cp_async16((h % 2 ? odd : even) + to + (h - h % 2) * kRowsAtOnce * RowBytes,
+                       src + uint64_t(row[h]) * uint32_t(unit));
           }
         } else {
 #pragma unroll
           for (int h = 0; h < kBatch; ++h) {
             const bool ok = piece_valid && row[h] != kNone;  // an address that is not ok is not read
-            cp_async16((h % 2 ? odd : even) + to + (h - h % 2) * kRowsAtOnce * RowBytes, src + uint64_t(row[h]) * 16,
-                       ok ? 16 : 0);
+            cp_async16((h % 2 ? odd : even) + to + (h - h % 2) * kRowsAtOnce * RowBytes,
+                       src + uint64_t(row[h]) * uint32_t(unit), ok ? 16 : 0);
           }
         }
       }

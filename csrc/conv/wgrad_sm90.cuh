@@ -10,6 +10,11 @@
 //
 //   row ring   unique input rows of a pass, CK channels; local indices of the CTA's offsets, fragment masks
 //   dy ring    kHalfRows rows of dY, BN channels: half a tile a stage, so that the next tile's rows arrive meanwhile
+// Two producer warps fill each ring, so that neither waits for the other's, and row ids are loaded a tile before their
+// gather, which is the first to use them. 64 x 128 tiles, 128 channels, 507k voxels, H200: 0.59 ms, of which the products
+// without copies take 0.50, the copies without products 0.42, and neither of them 0.20. So bytes from L2 are not what bounds
+// it: with a cluster of two blocks of input channels, each gathering half of dY's rows for both over distributed shared
+// memory, it took 0.66 ms, in stages of a quarter of a tile; without the cluster those took 0.65.
 // Registers: 384 threads x 168 at launch = producers 128 x 40 + consumers 256 x 232. (Three consumer warpgroups of
 // 160 registers hold no 128-register accumulator beside the rest: ptxas serialises their wgmma, message C7512.)
 #pragma once
@@ -32,10 +37,11 @@ struct WgradConfig {
   static constexpr int kConsumers = 2;
   static constexpr int kProducers = 1;  // warpgroups
   static constexpr int kThreads = kWarpGroup * (kConsumers + kProducers);
-  static constexpr int kGatherWarps = kProducers * 4;     // the first one also fetches indices
+  static constexpr int kRowWarps = 2, kDyWarps = 2;       // the first one also fetches local indices
   static constexpr int kStack = 64 / CK;                  // offsets stacked in one accumulator
   static constexpr int J = BN == 128 ? 3 : 6;             // accumulators of a warpgroup: 192 registers at most
   static constexpr int kSlots = kConsumers * J * kStack;  // offsets of a CTA
+  static constexpr bool kLateA = BN == 128;  // H200, 507k voxels, 128 channels: 2 % faster; of 64 columns 2 % slower
   static constexpr int kHalfRows = kTileM / 2;
   static constexpr int kRowBytes = CK * 2;
   static constexpr int kRowSlots = 2, kDySlots = 2;
@@ -165,11 +171,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kRowSlots; ++i) {
-      mbarrier_init(row_full + i * 8, C::kGatherWarps * 32 + 1);
+      mbarrier_init(row_full + i * 8, C::kRowWarps * 32 + 1);
       mbarrier_init(row_empty + i * 8, C::kConsumers * 4 * kReleases);
     }
     for (int i = 0; i < C::kDySlots; ++i) {
-      mbarrier_init(dy_full + i * 8, C::kGatherWarps * 32);
+      mbarrier_init(dy_full + i * 8, C::kDyWarps * 32);
       mbarrier_init(dy_empty + i * 8, C::kConsumers * 4 * kReleases);
     }
     cutlass::arch::fence_barrier_init();
@@ -197,82 +203,93 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   if (group_id >= C::kConsumers) {  // ---- producer warpgroup ----
     cutlass::arch::warpgroup_reg_dealloc<40>();
+    // Rows and dY have warps of their own, so that neither waits for the other's ring.
     PassWalk walk(plan.schedule, plan.tiles, split, grid.splits, 1);
-    RingState<C::kRowSlots> rs;
-    RingState<C::kDySlots> ds;
-    const int gather_warp = warp - C::kConsumers * 4;
-    const char* x = static_cast<const char*>(args.a) + (g * args.a_group + mb * CK) * 2;
-    const char* dy = static_cast<const char*>(args.b) + (g * args.b_group + nb * BN) * 2;
-    const int x_valid = (args.c_in - mb * CK + 7) / 8;
-    const uint32_t x_pieces = uint32_t(args.lda / 8), dy_pieces = uint32_t(args.ldb / 8);  // 16-byte pieces a row
-    RowIds<kUniqueMax, C::kGatherWarps> ids;
-    RowIds<kTileM, C::kGatherWarps> dy_ids;
     Pass pass = walk.done() ? Pass{} : load_pass(plan, walk.pass());
-    auto load_ids = [&] {
-      ids.load(plan.uniq + int64_t(pass.uniq_begin4) * 4, pass.uniq_count, x_pieces, gather_warp, lane);
-    };
-    auto load_dy_ids = [&] {
-      dy_ids.load(plan.order + int64_t(walk.tile()) * kTileM, kTileM, dy_pieces, gather_warp, lane);
-    };
-    if (!walk.done()) {
-      load_ids();
-      load_dy_ids();
-    }
-    while (!walk.done()) {
-      const int2 range = slot_range(pass);
-      const int k_begin = pass.k_begin, count = pass.uniq_count;
-      const int ahead = walk.peek();
-      if (ahead >= 0) pass = load_pass(plan, ahead);  // arrives while this pass is copied
-      const bool used = range.x < range.y && count > 0;
-      if (used) {
-        wait_empty(row_empty + rs.index * 8, rs.phase);
-        const uint32_t bar = row_full + rs.index * 8;
-        if (gather_warp == 0) {  // indices and masks; a lane a slot
-          if (lane == 0) {
-            sts_v4(smem_u + C::kHeadAt + rs.index * 16, make_int4(k_begin, range.x, range.y, 0));
-            arrive_expect(bar, (range.y - range.x) * kTileM * 2 + kFrags * 4);
-            bulk_copy(smem_u + C::kFragAt + rs.index * kFrags * 4, plan.frag + int64_t(walk.pass()) * kFrags,
-                      kFrags * 4, bar);
+    const int producer = warp - C::kConsumers * 4;
+    if (producer < C::kRowWarps) {
+      RingState<C::kRowSlots> rs;
+      const char* x = static_cast<const char*>(args.a) + (g * args.a_group + mb * CK) * 2;
+      const int x_valid = (args.c_in - mb * CK + 7) / 8;
+      RowIds<kUniqueMax, C::kRowWarps> ids;
+      auto load_ids = [&] {
+        ids.template load_ids<0, kUniqueMax>(plan.uniq + int64_t(pass.uniq_begin4) * 4, pass.uniq_count, producer,
+                                             lane);
+      };
+      if (!walk.done()) load_ids();
+      while (!walk.done()) {
+        const int2 range = slot_range(pass);
+        const int k_begin = pass.k_begin, count = pass.uniq_count;
+        const int ahead = walk.peek();
+        if (ahead >= 0) pass = load_pass(plan, ahead);
+        if (range.x < range.y && count > 0) {
+          wait_empty(row_empty + rs.index * 8, rs.phase);
+          const uint32_t bar = row_full + rs.index * 8;
+          if (producer == 0) {  // indices and masks; a lane a slot
+            if (lane == 0) {
+              sts_v4(smem_u + C::kHeadAt + rs.index * 16, make_int4(k_begin, range.x, range.y, 0));
+              arrive_expect(bar, (range.y - range.x) * kTileM * 2 + kFrags * 4);
+              bulk_copy(smem_u + C::kFragAt + rs.index * kFrags * 4, plan.frag + int64_t(walk.pass()) * kFrags,
+                        kFrags * 4, bar);
+            }
+            __syncwarp();
+            if (const int slot = range.x + lane; slot < range.y) {
+              bulk_copy(
+                  smem_u + C::kLocalAt + rs.index * C::kLocalBytes + slot * kTileM * 2,
+                  plan.local + (int64_t(walk.tile()) * volume + lds_u32(smem_u + C::kOffsetAt + slot * 4)) * kTileM,
+                  kTileM * 2, bar);
+            }
+            __syncwarp();
           }
-          __syncwarp();
-          if (const int slot = range.x + lane; slot < range.y) {
-            bulk_copy(smem_u + C::kLocalAt + rs.index * C::kLocalBytes + slot * kTileM * 2,
-                      plan.local + (int64_t(walk.tile()) * volume + lds_u32(smem_u + C::kOffsetAt + slot * 4)) * kTileM,
-                      kTileM * 2, bar);
-          }
-          __syncwarp();
+          ids.template gather<C::kRowBytes, 0, kUniqueMax, 8>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, x,
+                                                              count, x_valid, producer, lane, uint32_t(args.lda * 2));
+          mbarrier_arrive_cp_async(bar);
+          rs.advance();
         }
-        ids.gather<C::kRowBytes, 0, kUniqueMax, 8>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, x, count, x_valid,
-                                                   gather_warp, lane);
-        mbarrier_arrive_cp_async(bar);
-        rs.advance();
+        if (ahead >= 0) load_ids();  // the next pass's, which arrive while the slot is waited for
+        walk.advance();
       }
-      if (ahead >= 0) load_ids();  // the next pass's, which arrive while dY is copied
-      if (used) {
-        auto copy_dy = [&](auto half) {
-          wait_empty(dy_empty + ds.index * 8, ds.phase);
-#pragma unroll 1
-          for (int a = 0; a < BN / C::kDyAtom; ++a) {
-            dy_ids.gather<C::kDyRowBytes, half * C::kHalfRows, C::kHalfRows, 8>(
-                smem_u + C::kDyAt + ds.index * C::kDySlotBytes + a * C::kDyAtomBytes, dy + a * C::kDyRowBytes, kTileM,
-                (args.c_out - nb * BN - a * C::kDyAtom + 7) / 8, gather_warp, lane);
-          }
-          mbarrier_arrive_cp_async(dy_full + ds.index * 8);
-          ds.advance();
-        };
-        copy_dy(std::integral_constant<int, 0>{});
-        copy_dy(std::integral_constant<int, 1>{});
+      cp_async_wait_all();
+      wait_empty(row_empty + rs.index * 8, rs.phase);  // an empty-headed slot ends the consumers' loop
+      if (threadIdx.x == C::kConsumers * kWarpGroup) {
+        sts_v4(smem_u + C::kHeadAt + rs.index * 16, make_int4(-1, 0, 0, 0));
+        mbarrier_arrive(row_full + rs.index * 8);
       }
-      walk.advance();
-      if (!walk.done()) load_dy_ids();
-    }
-    cp_async_wait_all();
-    wait_empty(row_empty + rs.index * 8, rs.phase);  // an empty-headed slot ends the consumers' loop
-    if (threadIdx.x == C::kConsumers * kWarpGroup) {
-      sts_v4(smem_u + C::kHeadAt + rs.index * 16, make_int4(-1, 0, 0, 0));
       mbarrier_arrive(row_full + rs.index * 8);
+    } else {
+      RingState<C::kDySlots> ds;
+      const int dy_warp = producer - C::kRowWarps;
+      const char* dy = static_cast<const char*>(args.b) + (g * args.b_group + nb * BN) * 2;
+      RowIds<kTileM, C::kDyWarps> ids;
+      if (!walk.done()) {
+        ids.template load_ids<0, kTileM>(plan.order + int64_t(walk.tile()) * kTileM, kTileM, dy_warp, lane);
+      }
+      while (!walk.done()) {
+        const int2 range = slot_range(pass);
+        const bool used = range.x < range.y && pass.uniq_count > 0;
+        const int ahead = walk.peek();
+        if (ahead >= 0) pass = load_pass(plan, ahead);
+        const int* next = plan.order + int64_t(walk.last_pass() ? walk.next.x : walk.tile()) * kTileM;
+        auto copy_half = [&](auto half) {
+          if (used) {
+            wait_empty(dy_empty + ds.index * 8, ds.phase);
+#pragma unroll 1
+            for (int a = 0; a < BN / C::kDyAtom; ++a) {
+              ids.template gather<C::kDyRowBytes, half * C::kHalfRows, C::kHalfRows, 8>(
+                  smem_u + C::kDyAt + ds.index * C::kDySlotBytes + a * C::kDyAtomBytes, dy + a * C::kDyRowBytes, kTileM,
+                  (args.c_out - nb * BN - a * C::kDyAtom + 7) / 8, dy_warp, lane, uint32_t(args.ldb * 2));
+            }
+            mbarrier_arrive_cp_async(dy_full + ds.index * 8);
+            ds.advance();
+          }
+          if (ahead >= 0) ids.template load_ids<half * C::kHalfRows, C::kHalfRows>(next, kTileM, dy_warp, lane);
+        };
+        copy_half(std::integral_constant<int, 0>{});
+        copy_half(std::integral_constant<int, 1>{});
+        walk.advance();
+      }
+      cp_async_wait_all();
     }
-    mbarrier_arrive(row_full + rs.index * 8);
   } else {  // ---- consumer warpgroups ----
     cutlass::arch::warpgroup_reg_alloc<232>();
     RingState<C::kRowSlots> rs;
@@ -336,12 +353,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       auto load = [&](uint32_t (&a)[4], int idx) {
         ldmatrix_x4_trans(a, rows + idx * C::kRowBytes + swizzle(idx, piece, C::kRowBytes) * 16);
       };
-      // A step is 32 rows, two products; while they run, the indices and then A of the next step arrive.
+      // A step is 32 rows, two products; while they run, the indices and then A of the next step arrive, or (kLateA) while
+      // one runs, A of the next one does.
       const uint32_t nowhere = smem_u + C::kNoLocalAt + lane_row * 2;
       const uint32_t second = first_step(1, 0, nowhere), begin = first_step(0, 0, second);
       uint32_t a0[4], a1[4];
       load(a0, lds_u16(begin));
-      load(a1, lds_u16(begin + 32));
+      int late = lds_u16(begin + 32);
+      if constexpr (!C::kLateA) load(a1, late);
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         wait_full(dy_full + ds.index * 8, ds.phase);
@@ -360,19 +379,28 @@ __global__ void __launch_bounds__(C::kThreads, 1)
             at = __ffs(steps) - 1;
             const uint32_t next = steps != 0 ? index + at * 32 : leave;
             const int idx0 = lds_u16(next), idx1 = lds_u16(next + 32);
-            acc[j].fence();
             cute::warpgroup_arrive();
             wgmma<AtomT>(acc[j], a0, b);
             cute::warpgroup_commit_batch();
+            if constexpr (C::kLateA) {
+              cute::warpgroup_wait<1>();  // the second product of the step before is done: a1 is free
+              load(a1, late);
+              late = idx1;
+              cute::warpgroup_arrive();
+            }
             wgmma<AtomT>(acc[j], a1, advance(b, 16 * C::kDyRowBytes >> 4));
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<1>();  // the first product is done: a0 is free
             load(a0, idx0);
-            cute::warpgroup_wait<0>();
-            load(a1, idx1);
+            if constexpr (!C::kLateA) {
+              cute::warpgroup_wait<0>();
+              load(a1, idx1);
+            }
           }
-          acc[j].fence();
         }
+        cute::warpgroup_wait<0>();
+#pragma unroll
+        for (int j = 0; j < J; ++j) acc[j].fence();
         release(dy_empty + ds.index * 8, lane);
         ds.advance();
       }

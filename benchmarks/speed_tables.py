@@ -461,6 +461,8 @@ def upstream_table(results: list[Result]) -> str:
                 times = [row.get("voxmma_ms"), row.get("spconv_ms")]
                 cells += [number(ms, ".2f") for ms in times]
                 cells.append("–" if None in times else f"{times[0] / times[1]:.2f}")
+                rest = [row[key] for key in ("voxmma_rest_ms", "spconv_rest_ms") if key in row]
+                cells.append(number(min(rest, default=None), ".2f"))
             rows.append([*cells, row["note"].replace("|", "\\|")])
         header = [
             "repository",
@@ -471,7 +473,7 @@ def upstream_table(results: list[Result]) -> str:
             "difference",
             "agrees (within)",
         ]
-        header += ["ms", "spconv ms", "ratio"] if timed else []
+        header += ["ms", "spconv ms", "ratio", "rest ms"] if timed else []
         medians = f", medians of {part['repeats']} forwards on new coordinates" if timed else ""
         caption = f"**{result['card']}**{medians}; {origin(part, part['environment']['torch'])}."
         blocks.append(f"{caption}\n\n{markdown([*header, 'note'], rows)}")

@@ -13,8 +13,9 @@ A network that runs in neither library is no failure: the note has what both say
 tensors on a GPU whatever its input is on; in fp16 it puts features into fp32 tensors and hands these to
 layers of fp16 weights, which is for autocast.)
 Times are medians of whole forwards on new coordinates, maps included, after a few that are not counted.
-`--jobs` processes (two a network) get ready side by side, and are then timed one after the other, alone;
-networks that have no figures after `--budget` seconds say so.
+`--jobs` processes (two a network) get ready side by side, and are then timed alone, the two of a network by
+turns; networks that have no figures after `--budget` seconds say so. `rest ms` is such a time when sparse
+layers give at once what they gave before, the smaller one of the two libraries: what no library gets below.
 
 Networks of MinkowskiEngine and torchsparse are compared with these libraries' rules on full grids
 (`dense_libraries.py`), on a CPU in fp64, in a scene of 32 cells an axis.
@@ -27,6 +28,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -36,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -535,6 +537,9 @@ CASES: dict[str, dict[str, Callable[[Scene], Made]]] = {
 }
 
 
+#: In how many rounds a network's forwards are timed, in both libraries by turns: a machine's speed drifts.
+ROUNDS = 4
+
 # ---- one network in one library: a process ---------------------------------------------------------------
 
 
@@ -603,19 +608,65 @@ def run_case(args: argparse.Namespace) -> None:
     with torch.no_grad():
         save({"tensors": flat(run()), "voxels": len(scene.indices)}, Path(args.out))
         if args.repeat:
-            told()
-            synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-            times = []
-            for _ in range(min(args.repeat, 3)):
-                run()  # what is learnt from earlier inputs, caches of memory
-            for _ in range(args.repeat):
-                synchronize()
-                start = time.perf_counter()
-                run()
-                synchronize()
-                times.append(time.perf_counter() - start)
-            save(statistics.median(times) * 1e3, Path(args.out).with_suffix(".ms"))
-            told()  # the next one is timed: nothing is taken down beside it
+            take_times(net, run, args)
+
+
+def take_times(net: nn.Module, run: Callable[[], Any], args: argparse.Namespace) -> None:
+    """Times forwards in rounds, when it is this process' turn, and at last without the sparse layers."""
+    *rounds, rest = time_files(Path(args.out))
+    synchronize = torch.cuda.synchronize if args.device.startswith("cuda") else lambda: None
+
+    def milliseconds() -> float:
+        times = []
+        for _ in range(-(-args.repeat // ROUNDS)):
+            synchronize()
+            start = time.perf_counter()
+            run()
+            synchronize()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times) * 1e3
+
+    told()
+    for _ in range(min(args.repeat, 3)):
+        run()  # what is learnt from earlier inputs, caches of memory
+    for file in rounds:
+        save(milliseconds(), file)
+        told()  # another one is timed: nothing is taken down beside it
+    kept = [Kept(layer) for layer in sparse_layers(net)]
+    run()
+    for layer in kept:
+        layer.again = itertools.cycle(layer.given)
+    save(milliseconds(), rest)
+    told()
+
+
+def time_files(out: Path) -> list[Path]:
+    """Where a process that writes its result to `out` leaves its times: of each round, and of the rest."""
+    return [out.with_suffix(f".ms{number}") for number in range(ROUNDS)] + [out.with_suffix(".rest")]
+
+
+def sparse_layers(net: nn.Module) -> Iterator[nn.Module]:
+    """Sparse layers, and the containers of them, whose norms and activations come with them."""
+    for child in net.children():
+        if type(child).__name__ == "SparseSequential" or hasattr(child, "indice_key"):
+            yield child
+        else:
+            yield from sparse_layers(child)
+
+
+class Kept:
+    """In place of a layer's forward: takes down what it gives, and gives it `again` when that is set."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.forward, self.given = layer.forward, list[Any]()
+        self.again: Iterator[Any] | None = None
+        layer.forward = self  # type: ignore[method-assign]
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        if self.again is not None:
+            return next(self.again)
+        self.given.append(self.forward(*inputs, **options))
+        return self.given[-1]
 
 
 def save(value: Any, path: Path) -> None:
@@ -642,7 +693,7 @@ def version_of_spconv(python: str) -> str | None:
 
 
 class Child:
-    """A network in one library, in a process of its own: what it gave is in `out`, then its time in `ms`.
+    """A network in one library, in a process of its own: what it gave is in `out`, then its times in files.
 
     One of another library waits for the weights of `weights_of`.
     """
@@ -652,7 +703,8 @@ class Child:
     ) -> None:
         self.command = [python, str(Path(__file__).resolve()), str(checkout), "--case", case]
         self.command += ["--library", library, "--out", str(out)]
-        self.library, self.out, self.ms, self.weights_of = library, out, out.with_suffix(".ms"), weights_of
+        self.library, self.out, self.weights_of = library, out, weights_of
+        *self.rounds, self.rest = time_files(out)
         self.state = out.with_name("state.pt")
         self.process: subprocess.Popen[str] | None = None
         self.repeat, self.stopped = 0, False
@@ -689,6 +741,25 @@ class Child:
                 self.stop()
         return self.out.exists() or self.ended()
 
+    def time(self, file: Path, end: float) -> None:
+        """Lets it take the next of its times, which `file` is for; the caller keeps others from running."""
+        if not self.repeat:
+            return
+        self.go_on()
+        while not (file.exists() or self.ended()) and time.monotonic() < end:
+            time.sleep(0.02)
+        if not file.exists():
+            self.stop()
+
+    def times(self) -> dict[str, float]:
+        """Medians of milliseconds by name, of those that are there."""
+        wanted = {"ms": self.rounds, "rest_ms": [self.rest]}
+        whole = {name: files for name, files in wanted.items() if all(file.exists() for file in files)}
+        return {
+            f"{self.library}_{name}": statistics.median(torch.load(f, weights_only=False) for f in files)
+            for name, files in whole.items()
+        }
+
     def stop(self) -> None:
         """Ends it; `stopped` says whether it had not ended itself."""
         if not self.ended() or self.process is None:
@@ -699,7 +770,7 @@ class Child:
 
     def wrong(self, budget: float) -> str:
         """An empty string, or what went wrong: the last line that it printed."""
-        if self.out.exists() and (self.ms.exists() or not self.repeat):
+        if self.out.exists() and (self.rounds[-1].exists() or not self.repeat):
             return ""
         if self.stopped:
             return f"no {'time' if self.out.exists() else 'result'} within {budget:g} s"
@@ -708,7 +779,7 @@ class Child:
 
 
 def together(children: list[Child], args: argparse.Namespace, end: float) -> None:
-    """Runs networks side by side, and then takes their times one after the other, alone.
+    """Runs networks side by side, and then takes their times alone, those of one network by turns.
 
     Getting ready may take half of the time that is left until `end`.
     """
@@ -722,13 +793,13 @@ def together(children: list[Child], args: argparse.Namespace, end: float) -> Non
         for child in children:
             if not child.out.exists():
                 child.stop()  # or it would be at work beside those that are timed
-        for child in children:
-            if child.repeat:
-                child.go_on()
-            while not (child.ms.exists() or child.ended()) and time.monotonic() < end:
-                time.sleep(0.02)
-            if not child.ms.exists():
-                child.stop()
+        for _, found in itertools.groupby(children, key=lambda child: child.out.parent):
+            for taken in zip(
+                *([(child, file) for file in (*child.rounds, child.rest)] for child in list(found)),
+                strict=True,
+            ):
+                for child, file in taken:
+                    child.time(file, end)
     finally:
         for child in children:
             child.stop()
@@ -761,8 +832,8 @@ def compare(row: dict[str, Any], ours: Child, theirs: Child | None, args: argpar
     for child in (ours, theirs):
         if child is not None and child.out.exists():
             found[child.library] = torch.load(child.out, weights_only=False)
-        if child is not None and child.ms.exists():
-            row[f"{child.library}_ms"] = torch.load(child.ms, weights_only=False)
+        if child is not None:
+            row |= child.times()
     if theirs is not None:
         there, library = theirs.wrong(args.budget), theirs.library
     if "voxmma" in found:
@@ -783,6 +854,8 @@ def show(row: dict[str, Any]) -> None:
     cells += [f"{v:>10.2f}" if (v := row.get(k)) else f"{'':>10}" for k in ("voxmma_ms", "spconv_ms")]
     if row.get("voxmma_ms") and row.get("spconv_ms"):
         cells.append(f"{row['voxmma_ms'] / row['spconv_ms']:>6.2f}")
+        rest = [row[key] for key in ("voxmma_rest_ms", "spconv_rest_ms") if key in row]
+        cells += [f"{min(rest):>8.2f}"] if rest else []
     print(" ".join(cells), row["note"], flush=True)
 
 
@@ -817,7 +890,8 @@ def table(args: argparse.Namespace, folder: Path) -> int:
             pairs.append((row, ours, theirs))
     result = {"kind": "upstream", **machine.labels(torch.device(args.device))}
     result |= {"repeats": args.repeat, "rows": []}
-    print(f"{'network':44} {'voxels':>8} {'difference':>11} {'voxmma ms':>10} {'spconv ms':>10} {'ratio':>6}")
+    print(f"{'network':44} {'voxels':>8} {'difference':>11} {'voxmma ms':>10}", end=" ")
+    print(f"{'spconv ms':>10} {'ratio':>6} {'rest ms':>8}")
     waiting = [child for _, *pair in pairs for child in pair if child is not None]
     failed = 0
     while waiting:

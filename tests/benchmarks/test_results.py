@@ -281,13 +281,16 @@ def test_networks_of_other_repositories_become_a_table(tmp_path: Path) -> None:
         assert found[0]["upstream"]["commit"] == "abc"
         return tables.upstream_table(found).splitlines()
 
-    lines = shown({**row, "voxmma_ms": 2.0, "spconv_ms": 5.0}, wrong, none)
-    assert lines[0].startswith("**GPU Y**, medians of 9 forwards") and "driver 1.3, commit abc" in lines[0]
-    assert lines[4] == (
-        "| Points | Net | 60,123 | fp16 | spconv 2.3.8 | 3.1e-03 | yes (0.02) | 2.00 | 5.00 | 0.40 |  |"
+    lines = shown(
+        {**row, "voxmma_ms": 2.0, "spconv_ms": 5.0, "voxmma_rest_ms": 1.25, "spconv_rest_ms": 1.5},
+        wrong,
+        none,
     )
-    assert "5.0e-01 | **no** (0.02) | 1.50 | – | – |" in lines[5]
-    assert lines[6] == "| Points | Third | – | fp16 | – | – | – | – | – | – | runs in neither: a\\|b |"
+    assert lines[0].startswith("**GPU Y**, medians of 9 forwards") and "driver 1.3, commit abc" in lines[0]
+    assert lines[4].startswith("| Points | Net | 60,123 | fp16 | spconv 2.3.8 | 3.1e-03 | yes (0.02) |")
+    assert lines[4].endswith("| 2.00 | 5.00 | 0.40 | 1.25 |  |")
+    assert "5.0e-01 | **no** (0.02) | 1.50 | – | – | – |" in lines[5]
+    assert lines[6] == "| Points | Third | – | fp16 | – | – | – | – | – | – | – | runs in neither: a\\|b |"
     again = "\n".join(shown(row))  # the same commit: one row is replaced
     assert "0.40" not in again and again.count("| Points | Net |") == 1 and "Other" in again
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import subprocess
@@ -115,8 +116,9 @@ elif not sys.stdin.readline() or not (folder / "state.pt").exists():
     sys.exit("no weights")
 tell("ready"); (folder / f"{name}.pt").touch()
 sys.stdin.readline()
-tell("begin"); time.sleep(0.02); tell("end"); (folder / f"{name}.ms").touch()
-sys.stdin.readline()
+for number in ("ms0", "ms1", "ms2", "ms3", "rest"):
+    tell(f"{name}-begin"); time.sleep(0.02); tell(f"{name}-end"); (folder / f"{name}.{number}").touch()
+    sys.stdin.readline()
 tell("disturbs the next one")
 """
 
@@ -144,9 +146,34 @@ def test_networks_get_ready_side_by_side_and_are_timed_alone(jobs: int, tmp_path
     for first in range(0, 4, jobs):
         part = children[first : first + jobs]
         upstream.together(part, args, math.inf)
-        words += ["ready"] * len(part) + ["begin", "end"] * len(part)
+        words += ["ready"] * len(part)
+        for network in ("0", "1"):  # the two libraries of one by turns
+            names = [child.out.stem for child in part if child.out.parent.name == network]
+            words += 5 * [f"{name}-{word}" for name in names for word in ("begin", "end")]
     assert (tmp_path / "log").read_text().split() == words
     assert [child.wrong(math.inf) for child in children] == [""] * 4 and all(c.ended() for c in children)
+
+
+def test_what_is_left_of_a_network_without_its_sparse_layers() -> None:
+    upstream = script("upstream")
+
+    class Sparse(torch.nn.Linear):
+        indice_key = "a"
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = Sparse(2, 2), torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layer(self.layer(x)))
+
+    net, x = torch.nn.Sequential(Twice(), torch.nn.ReLU()), torch.rand(3, 2)
+    want = net(x)
+    (kept,) = map(upstream.Kept, upstream.sparse_layers(net))
+    assert torch.equal(net(x), want) and len(kept.given) == 2
+    kept.again, kept.forward = itertools.cycle(kept.given), None
+    assert torch.equal(net(x), want) and torch.equal(net(x), want)
 
 
 def test_networks_without_figures_say_why(tmp_path: Path) -> None:

@@ -645,13 +645,13 @@ def time_files(out: Path) -> list[Path]:
     return [out.with_suffix(f".ms{number}") for number in range(ROUNDS)] + [out.with_suffix(".rest")]
 
 
-def sparse_layers(net: nn.Module) -> Iterator[nn.Module]:
-    """Sparse layers, and the containers of them, whose norms and activations come with them."""
-    for child in net.children():
-        if type(child).__name__ == "SparseSequential" or hasattr(child, "indice_key"):
-            yield child
-        else:
-            yield from sparse_layers(child)
+def sparse_layers(net: nn.Module) -> list[nn.Module]:
+    """Sparse layers, and containers of them, with which norms and activations come."""
+    return [
+        part
+        for part in net.modules()
+        if part is not net and (type(part).__name__ == "SparseSequential" or hasattr(part, "indice_key"))
+    ]
 
 
 class Kept:
@@ -852,10 +852,10 @@ def show(row: dict[str, Any]) -> None:
     cells = [f"{row['repository']} {row['network']}"[:44].ljust(44), f"{row.get('voxels', ''):>8}"]
     cells += [f"{row['difference']:>11.1e}" if row["difference"] is not None else f"{'':>11}"]
     cells += [f"{v:>10.2f}" if (v := row.get(k)) else f"{'':>10}" for k in ("voxmma_ms", "spconv_ms")]
-    if row.get("voxmma_ms") and row.get("spconv_ms"):
-        cells.append(f"{row['voxmma_ms'] / row['spconv_ms']:>6.2f}")
-        rest = [row[key] for key in ("voxmma_rest_ms", "spconv_rest_ms") if key in row]
-        cells += [f"{min(rest):>8.2f}"] if rest else []
+    times = [row.get("voxmma_ms"), row.get("spconv_ms")]
+    cells += [f"{'':>6}" if None in times else f"{times[0] / times[1]:>6.2f}"]
+    rest = [row[key] for key in ("voxmma_rest_ms", "spconv_rest_ms") if key in row]
+    cells += [f"{min(rest):>8.2f}" if rest else f"{'':>8}"]
     print(" ".join(cells), row["note"], flush=True)
 
 

@@ -726,6 +726,26 @@ def test_fault_56_writes_are_found_out(device: torch.device, what: str, inferenc
             assert torch.equal(z.coords, good) and torch.equal(z.feats, y.feats)
 
 
+@pytest.mark.parametrize("what", ["submanifold", "strided", "block", "max", "average", "counts of a map"])
+def test_fault_56_writes_before_the_gradient_are_found_out(device: torch.device, what: str) -> None:
+    layers: dict[str, tuple[Callable[..., torch.nn.Module], int, int]] = {
+        "submanifold": (lambda: nn.SparseConv3d(4, 4, 3), 3, 1),
+        "strided": (lambda: nn.SparseConv3d(4, 4, 2, 2), 2, 2),
+        "block": (lambda: nn.Sequential(nn.SparseConv3d(4, 4, 3), nn.BatchNorm(4), nn.ReLU()), 3, 1),
+        "max": (lambda: nn.SparseMaxPool3d(2, 2), 2, 2),
+        "average": (lambda: nn.SparseAvgPool3d(3, 1), 3, 1),
+        "counts of a map": (lambda: nn.SparseAvgPool3d(3, 1), 3, 1),
+    }
+    make, size, stride = layers[what]
+    x = Voxels(random_coords(50, 6).to(device), torch.ones(50, 4, device=device, requires_grad=True))
+    y = make().to(device)(x)
+    made = voxmma.kernel_map(x, size, stride=stride)
+    tensor = made.counts if what == "counts of a map" else made.tensors[0]
+    tensor.mul_(1)
+    with pytest.raises(RuntimeError, match=r"written to.*clone|modified by an inplace operation"):
+        y.feats.sum().backward()
+
+
 def test_the_list_of_a_map_is_the_callers(device: torch.device) -> None:
     x = Voxels(random_coords(50, 6).to(device), torch.ones(50, 2, device=device))
     made = voxmma.kernel_map(x, 3)

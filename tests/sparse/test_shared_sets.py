@@ -746,6 +746,35 @@ def test_fault_56_writes_before_the_gradient_are_found_out(device: torch.device,
         y.feats.sum().backward()
 
 
+def test_what_is_first_made_under_torch_func_outlives_it(device: torch.device) -> None:
+    """Sets, maps and indices that a transform asks for first are those that everybody has."""
+    rows, feats = random_coords(50, 6, batch=2).to(device), torch.randn(50, 4, device=device)
+    strided, same = nn.SparseConv3d(4, 4, 2, 2).to(device), nn.SparseConv3d(4, 4, 3).to(device)
+    reads: dict[str, Callable[[Voxels], torch.Tensor]] = {
+        "largest": lambda x: nn.GlobalMaxPool()(x),
+        "counts": lambda x: x.feats * x.counts.sum(),
+        "rows": lambda x: x.feats[voxmma.lookup(x, rows)],
+        "layers": lambda x: strided(same(x)).feats,
+        "pools": lambda x: nn.SparseAvgPool3d(3, 1)(nn.SparseMaxPool3d(2, 2)(x)).feats,
+    }
+    for name, read in reads.items():
+        for coords in (CoordSet(rows), CoordSet.trusted(rows.clone(), 2)):
+
+            def run(f: torch.Tensor) -> torch.Tensor:
+                return read(Voxels(coords, f)).square().sum()  # noqa: B023
+
+            leaf = feats.clone().requires_grad_()
+            if name in ("layers", "pools"):
+                with pytest.raises(RuntimeError, match="functorch"):
+                    torch.func.grad(run)(feats)
+            else:
+                gradient = torch.func.grad(run)(feats)
+                assert torch.equal(gradient, torch.autograd.grad(run(leaf), leaf)[0]), name
+            assert torch.equal(read(Voxels(coords, feats)), read(Voxels(CoordSet(rows), feats))), name
+    with pytest.raises(ValueError, match="maps over coordinates"):
+        torch.func.vmap(lambda c: Voxels(c, feats).counts)(torch.stack([rows, rows]))
+
+
 def test_the_list_of_a_map_is_the_callers(device: torch.device) -> None:
     x = Voxels(random_coords(50, 6).to(device), torch.ones(50, 2, device=device))
     made = voxmma.kernel_map(x, 3)

@@ -23,6 +23,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import voxmma
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.index import HashIndex
 from voxmma.sparse.maps import KernelMap, kernel_map
@@ -86,6 +87,15 @@ def test_fault_29_more_than_32_offsets(device: torch.device, size: Any) -> None:
         kernel_map(CoordSet(coords.to(device)), size),
         brute_table(coords, coords, conftest.kernel_offsets(size)),
     )
+
+
+def test_pairs_of_rows_that_repeat_hold_nothing_else() -> None:
+    """A set whose coordinates a tree_map moved together is still one of distinct voxels to whoever has it."""
+    ins, outs = torch.tensor([1, 1, 0]), torch.tensor([0, 2, 1])
+    assert [t.tolist() for t in voxmma._C.mirror_pairs(ins, outs, 3)] == [[1, 2], [0, 1]]
+    rows, zero = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    found = voxmma._C.match_rows(rows, rows, torch.tensor([2, 0, 2]), zero, [rows, zero, zero], [], 3)
+    assert [t.tolist() for t in found] == [[1, 2], [0, 2]]
 
 
 @pytest.mark.parametrize("size", [(3, 7, 7), (4, 5, 8)], ids=str)

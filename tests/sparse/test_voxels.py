@@ -20,7 +20,9 @@ from torch.autograd import gradcheck, gradgradcheck
 from voxmma import batch, unbatch
 from voxmma.sparse import sampling
 from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.maps import kernel_map
 from voxmma.sparse.packing import COORD_MAX, COORD_MIN, pack, unpack
+from voxmma.sparse.sets import downsample
 from voxmma.sparse.tensor import Voxels
 
 import conftest
@@ -196,6 +198,22 @@ def test_bad_features_are_named(
     good = Voxels(GOOD.to(device), torch.zeros(3, 1, device=device))
     with pytest.raises(error, match=message):
         good.with_feats(feats)
+
+
+@pytest.mark.gpu
+def test_rows_that_a_tree_map_moved_off_their_alignment_are_named() -> None:
+    """Kernels read a row at once; coordinates of a caller are copied."""
+    x = voxels(torch.device("cuda", 0))
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        return t.new_zeros(t.numel() + 1)[1:].view(t.shape).copy_(t)
+
+    assert torch.equal(Voxels(moved(x.coords), x.feats).coords, x.coords)
+    there = pytree.tree_map(moved, x)
+    with pytest.raises(RuntimeError, match=r"coords must be contiguous Int, at a multiple of 16 bytes"):
+        downsample(there, 2)
+    with pytest.raises(RuntimeError, match=r"coords must be contiguous Int, at a multiple of 16 bytes"):
+        kernel_map(there, 3)
 
 
 def test_other_bad_arguments_are_named() -> None:

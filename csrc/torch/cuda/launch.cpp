@@ -16,6 +16,7 @@ void check_cuda(cudaError_t error, const char* what, at::Device device) {
 }
 
 DeviceInfo device_info(at::Device device) {
+  TORCH_CHECK(device.index() >= 0, device, " has no index");
   static std::mutex mutex;
   static std::vector<DeviceInfo> known;
   const std::lock_guard<std::mutex> lock(mutex);

@@ -19,7 +19,10 @@ __global__ void __launch_bounds__(kThreads) fill_words(uint32_t* data, uint32_t 
 
 }  // namespace
 
-const char* error_text(cudaError_t error) { return cudaGetErrorString(error); }
+const char* error_text(cudaError_t error) {
+  cudaGetLastError();
+  return cudaGetErrorString(error);
+}
 
 int runtime_version() { return CUDART_VERSION; }
 

@@ -88,6 +88,25 @@ inline Parts share_items(int64_t items, int chunks, int volume, int sm_count, At
   return best;
 }
 
+// What a CTA of a mma.sync wgrad kernel makes: an offset, or a block of them, of `offsets`; blocks of channels of dy and of x;
+// a group; a range of the tiles. Those that read the same tiles run next to each other.
+struct WgradBlock {
+  unsigned offset;
+  int co, ci, group, split;
+  __device__ __forceinline__ WgradBlock(unsigned rest, int offsets, int co_blocks, int ci_blocks, int groups) {
+    const auto take = [&](int of) {
+      const unsigned found = rest % of;
+      rest /= of;
+      return found;
+    };
+    offset = take(offsets);
+    co = static_cast<int>(take(co_blocks));
+    ci = static_cast<int>(take(ci_blocks));
+    group = static_cast<int>(take(groups));
+    split = static_cast<int>(rest);
+  }
+};
+
 // ---- host --------------------------------------------------------------------------------------------------------
 // Lets `kernel` have `smem` bytes of dynamic shared memory; asks the driver once a kernel and device.
 cudaError_t allow_shared(const void* kernel, size_t smem);

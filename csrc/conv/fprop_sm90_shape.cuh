@@ -1,8 +1,6 @@
 // How a launch of an fprop tile of Hopper is cut: columns of an item, and the parts of its sum. Host code.
 #pragma once
 
-#include <algorithm>
-
 #include "fprop_sm90_small.cuh"
 
 namespace voxmma::sm90 {

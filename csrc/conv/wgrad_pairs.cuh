@@ -50,16 +50,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   const auto empty = [&](int slot) { return base + C::kBars + (C::kSlots + slot) * 8; };
   int* more = reinterpret_cast<int*>(smem + C::kMore);
 
-  // Blocks that read the same tiles run next to each other, beginning with the centre's, which has the most pairs.
-  unsigned rest = blockIdx.x;
-  const int k = static_cast<int>((rest % volume + volume / 2) % volume);
-  rest /= volume;
-  const int co0 = static_cast<int>(rest % co_blocks) * C::CO;
-  rest /= co_blocks;
-  const int ci0 = static_cast<int>(rest % ci_blocks) * C::CI;
-  rest /= ci_blocks;
-  const int group = static_cast<int>(rest % args.groups);
-  const int split = static_cast<int>(rest / args.groups);
+  const WgradBlock own(blockIdx.x, volume, co_blocks, ci_blocks, args.groups);
+  const int k = static_cast<int>((own.offset + volume / 2) % volume);  // the centre's first, which has the most pairs
+  const int co0 = own.co * C::CO, ci0 = own.ci * C::CI, group = own.group, split = own.split;
 
   for (int i = threadIdx.x; i < C::kSlots; i += C::kThreads) {
     mbarrier_init(full(i), 32);

@@ -76,18 +76,10 @@ __device__ __forceinline__ void wgrad_sm80(const ConvArgs& args, const int offse
   const auto y_full = [&](int slot) { return base + C::kBars + (2 * C::kStages + slot) * 8; };
   const auto y_empty = [&](int slot) { return base + C::kBars + (2 * C::kStages + C::kYSlots + slot) * 8; };
 
-  // Blocks that read the same tiles run next to each other: the range of tiles is the slowest index.
-  unsigned rest = blockIdx.x;
-  const int ob = static_cast<int>(rest % offset_blocks);
-  rest /= offset_blocks;
-  const int co0 = static_cast<int>(rest % co_blocks) * C::CO;
-  rest /= co_blocks;
-  const int ci0 = static_cast<int>(rest % ci_blocks) * C::CI;
-  rest /= ci_blocks;
-  const int group = static_cast<int>(rest % args.groups);
-  const int split = static_cast<int>(rest / args.groups);
-  const int o0 = static_cast<int>(static_cast<int64_t>(volume) * ob / offset_blocks);  // offsets [o0, o1)
-  const int o1 = static_cast<int>(static_cast<int64_t>(volume) * (ob + 1) / offset_blocks);
+  const WgradBlock own(blockIdx.x, offset_blocks, co_blocks, ci_blocks, args.groups);
+  const int co0 = own.co * C::CO, ci0 = own.ci * C::CI, group = own.group, split = own.split;
+  const int o0 = static_cast<int>(static_cast<int64_t>(volume) * own.offset / offset_blocks);  // offsets [o0, o1)
+  const int o1 = static_cast<int>(static_cast<int64_t>(volume) * (own.offset + 1) / offset_blocks);
 
   constexpr int kEach = C::kProducers / 2;  // warps that share the rows of x, and of dy
   if (threadIdx.x == 0) {

@@ -1,6 +1,5 @@
 // A set of coordinates as bitmaps, a bit a cell of a box: sorted rows, Morton order and brick table without a sort. One
 // bitmap is in the order of (batch, x, y, z), one in Morton order, where a byte is a brick.
-#include <algorithm>
 #include <climits>
 
 #include "bricks.cuh"

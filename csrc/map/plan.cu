@@ -3,6 +3,7 @@
 #include <climits>
 #include <vector>
 
+#include "../conv/common.cuh"
 #include "plan_tile.cuh"
 
 namespace voxmma {
@@ -92,13 +93,6 @@ bool valid(const PlanArgs& args) {
   return true;
 }
 
-template <class Kernel>
-cudaError_t allow_bytes(Kernel kernel, size_t bytes) {
-  constexpr size_t kWithoutAsking = 47 * 1024;  // of 48 KiB, which static shared memory counts in
-  if (bytes <= kWithoutAsking) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-}
-
 // Whether the code of a kernel that runs on this device is for an architecture of clusters.
 template <class Kernel>
 cudaError_t has_clusters(Kernel kernel, bool* has) {
@@ -164,7 +158,8 @@ cudaError_t make(const PlanArgs* const* args, int count, cudaStream_t stream) {
   }
   const bool few = blocks <= static_cast<unsigned>(kFewBlocks * args[0]->sm_count);
   const auto kernel = few ? make_tiles<kFewBlocks, kFewProbes, B> : make_tiles<kBlocks, kManyProbes, B>;
-  error = allow_bytes(kernel, bytes);
+  // As much as any plan of the kernel takes, so that threads that make different ones do not lower it for each other.
+  error = allow_shared(reinterpret_cast<const void*>(kernel), Shared(nullptr, kSize * kSize * kSize).bytes);
   if (error == cudaSuccess) error = clear(args, count, stream);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster{};

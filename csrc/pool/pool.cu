@@ -1,7 +1,6 @@
 // Pooling over a tile plan: every output row gathers its inputs, in the order of the offsets. Nothing is scattered, so
 // sums repeat bit by bit; gradients are the same kernel over the plan of the opposite direction.
 #include <climits>
-#include <type_traits>
 
 #include "rows.cuh"
 #include "voxmma/kernels.h"
@@ -184,7 +183,8 @@ __global__ void __launch_bounds__(kTileM) count_inputs(const PlanView plan, int*
 
 template <Mode mode, class T, class W>
 cudaError_t launch(const PoolArgs& args, cudaStream_t stream) {
-  const bool vector = is_aligned(args.x, args.ldx * sizeof(T)) && is_aligned(args.y, args.channels * sizeof(T));
+  const bool vector = is_aligned(args.x, args.ldx * sizeof(T)) && is_aligned(args.y, args.channels * sizeof(T)) &&
+                      is_aligned(args.winner, 0);
   const int64_t vecs = vector ? args.channels * int64_t{sizeof(T)} / 16 : args.channels;
   // Rows of a block: two rounds of its threads, or up to eight where that leaves three waves of blocks. Staging waits
   // for memory three times over, and where rows have one input each (507k rows of 64 channels) that is half of it.

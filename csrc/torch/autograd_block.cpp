@@ -64,6 +64,7 @@ class BlockFunction : public torch::autograd::Function<BlockFunction> {
     if (!grads[0].defined()) return out;
     NoAutocast no_autocast;
     const auto block = c10::static_intrusive_pointer_cast<Block>(ctx->saved_data["block"].toCapsule());
+    check_unwritten(*block->plan);
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &weight = saved[1], &bias = saved[2], &norm_weight = saved[3], &norm_bias = saved[4];
     Tensor h = saved[5];

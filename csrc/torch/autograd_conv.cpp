@@ -20,13 +20,45 @@ bool needs_node(std::initializer_list<const Tensor*> inputs) {
 
 bool transformed() { return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode); }
 
+int64_t volume_of_stored(const Tensor& stored) {
+  TORCH_CHECK(stored.dim() > 1 && stored.numel() > 0, "weight must be (C_out, ..., C_in) and not empty, got shape ",
+              stored.sizes());
+  return stored.numel() / (stored.size(0) * stored.size(-1));
+}
+
 Tensor kernel_of(const Tensor& stored) {
-  const int64_t c_out = stored.size(0), c_in = stored.size(-1), volume = stored.numel() / (c_out * c_in);
+  const int64_t volume = volume_of_stored(stored), c_out = stored.size(0), c_in = stored.size(-1);
   if (stored.is_contiguous() && !transformed() && !(at::GradMode::is_enabled() && stored.requires_grad())) {
     at::AutoDispatchBelowADInplaceOrView below;
     return stored.as_strided({volume, c_in, c_out}, {c_in, 1, volume * c_in});
   }
   return stored.reshape({c_out, volume, c_in}).permute({1, 2, 0});
+}
+
+Maps maps_of(std::vector<Tensor> map, std::vector<Tensor> map_t) {
+  const int64_t version = version_of(map) + version_of(map_t);
+  return {std::move(map), std::move(map_t), version};
+}
+
+void check_unwritten(const Maps& maps) {
+  TORCH_CHECK(version_of(maps.map) + version_of(maps.map_t) == maps.version,
+              "the tensors of a kernel map were written to, but every layer on these coordinates, and its gradient, ",
+              "reads them: KernelMap.free() it, and write into a copy (.clone())");
+}
+
+void save_maps(const Maps& maps, torch::autograd::AutogradContext* ctx) {
+  auto& data = ctx->saved_data;
+  data.reserve(16);  // what the functions add included
+  data["map"] = maps.map;
+  data["map_t"] = maps.map_t;
+  data["version"] = maps.version;
+}
+
+Maps load_maps(torch::autograd::AutogradContext* ctx) {
+  auto& data = ctx->saved_data;
+  Maps maps{data["map"].toTensorVector(), data["map_t"].toTensorVector(), data["version"].toInt()};
+  check_unwritten(maps);
+  return maps;
 }
 
 namespace {
@@ -74,10 +106,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 void save(const Plan& plan, AutogradContext* ctx) {
+  save_maps(plan, ctx);
   auto& data = ctx->saved_data;
-  data.reserve(16);  // what the ops add included
-  data["map"] = plan.map;
-  data["map_t"] = plan.map_t;
   data["symmetric"] = plan.symmetric;
   data["transpose"] = plan.transpose;
   data["accumulator"] = plan.accumulator;
@@ -88,9 +118,13 @@ void save(const Plan& plan, AutogradContext* ctx) {
 
 Plan load(AutogradContext* ctx) {
   auto& data = ctx->saved_data;
-  return {data["map"].toTensorVector(),     data["map_t"].toTensorVector(),    data["symmetric"].toBool(),
-          data["transpose"].toBool(),       data["accumulator"].toStringRef(), data["tile"].toStringRef(),
-          data["dgrad_tile"].toStringRef(), data["wgrad_tile"].toStringRef()};
+  return {load_maps(ctx),
+          data["symmetric"].toBool(),
+          data["transpose"].toBool(),
+          data["accumulator"].toStringRef(),
+          data["tile"].toStringRef(),
+          data["dgrad_tile"].toStringRef(),
+          data["wgrad_tile"].toStringRef()};
 }
 
 class ConvFunction : public torch::autograd::Function<ConvFunction> {
@@ -183,13 +217,8 @@ Tensor conv_autograd(c10::DispatchKeySet keys, const Tensor& x, const Tensor& we
     return conv_op().redispatch(keys & c10::after_autograd_keyset, x, weight, bias, map, map_t, std::move(n_out),
                                 symmetric, transpose, accumulator, tile, dgrad_tile, wgrad_tile, out_dtype);
   }
-  const Plan plan{map.vec(),
-                  map_t.vec(),
-                  symmetric,
-                  transpose,
-                  std::string(accumulator),
-                  std::string(tile),
-                  std::string(dgrad_tile),
+  const Plan plan{maps_of(map.vec(), map_t.vec()), symmetric,         transpose,
+                  std::string(accumulator),        std::string(tile), std::string(dgrad_tile),
                   std::string(wgrad_tile)};
   return ConvFunction::apply(x, weight, bias, plan, n_out, out_dtype, /*stored=*/false);
 }
@@ -197,8 +226,7 @@ Tensor conv_autograd(c10::DispatchKeySet keys, const Tensor& x, const Tensor& we
 Tensor wgrad_autograd(const Tensor& x, const Tensor& dy, TensorList map, TensorList map_t, int64_t kernel_volume,
                       int64_t groups, bool symmetric, string_view accumulator, string_view tile, string_view dgrad_tile,
                       OptDtype out_dtype) {
-  const Plan plan{map.vec(),
-                  map_t.vec(),
+  const Plan plan{maps_of(map.vec(), map_t.vec()),
                   symmetric,
                   /*transpose=*/false,
                   std::string(accumulator),

@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 
 #include <string>
-#include <utility>
 
 #include "ops.h"
 

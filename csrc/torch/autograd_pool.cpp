@@ -5,7 +5,6 @@
 
 #include <tuple>
 #include <utility>
-#include <vector>
 
 #include "ops.h"
 
@@ -23,23 +22,19 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What a pooling op runs over; both directions, `map` being the one from the inputs to the outputs.
-struct Windows {
-  std::vector<Tensor> map, map_t;  // map_t is empty where symmetric, or not given
+// What a pooling op runs over: `map` is that from the inputs to the outputs.
+struct Windows : Maps {
   int64_t volume;
   bool symmetric;
 
   void save(AutogradContext* ctx) const {
-    auto& data = ctx->saved_data;
-    data["map"] = map;
-    data["map_t"] = map_t;
-    data["volume"] = volume;
-    data["symmetric"] = symmetric;
+    save_maps(*this, ctx);
+    ctx->saved_data["volume"] = volume;
+    ctx->saved_data["symmetric"] = symmetric;
   }
   static Windows load(AutogradContext* ctx) {
     auto& data = ctx->saved_data;
-    return {data["map"].toTensorVector(), data["map_t"].toTensorVector(), data["volume"].toInt(),
-            data["symmetric"].toBool()};
+    return {load_maps(ctx), data["volume"].toInt(), data["symmetric"].toBool()};
   }
 };
 
@@ -49,8 +44,7 @@ class PoolSumFunction : public torch::autograd::Function<PoolSumFunction> {
                         const Windows& over, const c10::SymInt& n_out, bool mirror) {
     over.save(ctx);
     ctx->set_materialize_grads(false);
-    ctx->saved_data["in_count"] = in_count;
-    ctx->saved_data["out_count"] = out_count;
+    ctx->save_for_backward({in_count.value_or(Tensor()), out_count.value_or(Tensor())});
     ctx->saved_data["mirror"] = mirror;
     ctx->saved_data["n_in"] = x.sym_size(0);
     at::AutoDispatchBelowADInplaceOrView below;
@@ -62,7 +56,9 @@ class PoolSumFunction : public torch::autograd::Function<PoolSumFunction> {
     if (!grads[0].defined() || !ctx->needs_input_grad(0)) return out;
     const Windows over = Windows::load(ctx);
     auto& data = ctx->saved_data;
-    out[0] = pool_sum_op().call(grads[0], data["out_count"].toOptional<Tensor>(), data["in_count"].toOptional<Tensor>(),
+    const variable_list counts = ctx->get_saved_variables();
+    const auto given = [](const Tensor& count) { return count.defined() ? OptTensor(count) : std::nullopt; };
+    out[0] = pool_sum_op().call(grads[0], given(counts[1]), given(counts[0]),
                                 opposite_map(over.map, over.map_t, over.symmetric, "the gradient of x"),
                                 over.symmetric ? over.map_t : over.map, over.volume, data["n_in"].toSymInt(),
                                 over.symmetric, over.symmetric && !data["mirror"].toBool());
@@ -146,8 +142,8 @@ Tensor pool_sum_autograd(const Tensor& x, const OptTensor& in_count, const OptTe
     at::AutoDispatchBelowADInplaceOrView below;
     return pool_sum_op().call(x, in_count, out_count, map, map_t, kernel_volume, std::move(n_out), symmetric, mirror);
   }
-  return PoolSumFunction::apply(x, in_count, out_count, Windows{map.vec(), map_t.vec(), kernel_volume, symmetric},
-                                n_out, mirror);
+  return PoolSumFunction::apply(x, in_count, out_count,
+                                Windows{maps_of(map.vec(), map_t.vec()), kernel_volume, symmetric}, n_out, mirror);
 }
 
 std::tuple<Tensor, Tensor> pool_max_autograd(const Tensor& x, TensorList map, TensorList map_t, int64_t kernel_volume,
@@ -156,8 +152,8 @@ std::tuple<Tensor, Tensor> pool_max_autograd(const Tensor& x, TensorList map, Te
     at::AutoDispatchBelowADInplaceOrView below;
     return pool_max_op().call(x, map, map_t, kernel_volume, std::move(n_out), symmetric, largest, keep_winner);
   }
-  const variable_list both =
-      PoolMaxFunction::apply(x, Windows{map.vec(), map_t.vec(), kernel_volume, symmetric}, n_out, largest, keep_winner);
+  const variable_list both = PoolMaxFunction::apply(
+      x, Windows{maps_of(map.vec(), map_t.vec()), kernel_volume, symmetric}, n_out, largest, keep_winner);
   return {both[0], both[1]};
 }
 
@@ -167,7 +163,7 @@ Tensor pool_pick_autograd(const Tensor& x, const Tensor& winner, TensorList map,
     at::AutoDispatchBelowADInplaceOrView below;
     return pool_pick_op().call(x, winner, map, map_t, kernel_volume, symmetric);
   }
-  return PoolPickFunction::apply(x, winner, Windows{map.vec(), map_t.vec(), kernel_volume, symmetric});
+  return PoolPickFunction::apply(x, winner, Windows{maps_of(map.vec(), map_t.vec()), kernel_volume, symmetric});
 }
 
 Tensor pool_put_autograd(const Tensor& x, const Tensor& winner, TensorList map, TensorList map_t, int64_t kernel_volume,
@@ -176,7 +172,7 @@ Tensor pool_put_autograd(const Tensor& x, const Tensor& winner, TensorList map, 
     at::AutoDispatchBelowADInplaceOrView below;
     return pool_put_op().call(x, winner, map, map_t, kernel_volume, std::move(n_out), symmetric);
   }
-  return PoolPutFunction::apply(x, winner, Windows{map.vec(), map_t.vec(), kernel_volume, symmetric}, n_out);
+  return PoolPutFunction::apply(x, winner, Windows{maps_of(map.vec(), map_t.vec()), kernel_volume, symmetric}, n_out);
 }
 
 TORCH_LIBRARY_IMPL(voxmma, Autograd, m) {

@@ -156,6 +156,22 @@ void check_channels(const Shape& s, const OptTensor& scale, const OptTensor& shi
   check("var", var);
 }
 
+namespace {
+
+// Whether two (n, channels) tensors of rows with adjacent channels have an element in common, where their rows are as far
+// apart in one memory: torch asks that of dense tensors only.
+bool rows_overlap(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0 || !a.is_alias_of(b) || a.scalar_type() != b.scalar_type()) return false;
+  const int64_t row = a.stride(0), apart = b.storage_offset() - a.storage_offset();
+  if (row < 1 || row != b.stride(0) || a.stride(1) != 1 || b.stride(1) != 1) return false;
+  // Row i of b begins `column` behind, or row - column before, the begin of some row of a.
+  const int64_t lines = apart < 0 ? -((-apart + row - 1) / row) : apart / row, column = apart - lines * row;
+  const auto among = [&](int64_t line) { return line < a.size(0) && line + b.size(0) > 0; };
+  return (among(lines) && column < a.size(1)) || (among(lines + 1) && row - column < b.size(1));
+}
+
+}  // namespace
+
 void check_fused(const Shape& s, int64_t n_out, const OptTensor& residual, string_view activation, const OptTensor& out,
                  const Tensor& x) {
   activation_index(activation);
@@ -172,10 +188,12 @@ void check_fused(const Shape& s, int64_t n_out, const OptTensor& residual, strin
   TORCH_CHECK((out->size(1) <= 1 || out->stride(1) == 1) && (out->size(0) <= 1 || out->stride(0) >= out->size(1)),
               "out must have adjacent channels and rows that do not overlap, got strides ", out->strides());
   at::assert_no_internal_overlap(*out);
-  at::assert_no_overlap(*out, x);
-  if (!residual.has_value()) return;
-  at::assert_no_overlap(*out, *residual);
-  TORCH_CHECK(out->numel() == 0 || out->data_ptr() != residual->data_ptr(), "out and residual are the same memory");
+  const auto apart = [&](const char* name, const Tensor& t) {
+    at::assert_no_overlap(*out, t);
+    TORCH_CHECK(!rows_overlap(*out, t), "out and ", name, " have memory in common");
+  };
+  apart("x", x);
+  if (residual.has_value()) apart("residual", *residual);
 }
 
 Shape check_wgrad(const Tensor& x, const Tensor& dy, TensorList map, int64_t kernel_volume, int64_t groups,

@@ -13,13 +13,13 @@
 namespace voxmma {
 namespace {
 
-// (in_rows, out_rows) of the `found` rows that have a neighbour.
+// (in_rows, out_rows) of the rows that have a neighbour, `found` of them.
 std::tuple<Tensor, Tensor> pairs_of(const std::vector<int64_t>& neighbour, int64_t found,
                                     const at::TensorOptions& options) {
   Tensor ins = at::empty({found}, options), outs = at::empty({found}, options);
   auto *to_in = ins.mutable_data_ptr<int64_t>(), *to_out = outs.mutable_data_ptr<int64_t>();
   int64_t i = 0;
-  for (size_t row = 0; row < neighbour.size() && i < found; ++row) {
+  for (size_t row = 0; row < neighbour.size(); ++row) {
     if (neighbour[row] < 0) continue;
     to_in[i] = neighbour[row];
     to_out[i++] = static_cast<int64_t>(row);
@@ -62,8 +62,8 @@ std::tuple<Tensor, Tensor> match_rows(const Tensor& ordered, const Tensor& in_ro
     }
     if (place == end || *place != key) continue;
     TORCH_CHECK_INDEX(target[i] >= 0 && target[i] < n_out, "out_row[", i, "] is ", target[i], " of ", n_out);
+    found += neighbour[target[i]] < 0;
     neighbour[target[i]] = source[place - begin];
-    ++found;
   }
   return pairs_of(neighbour, found, in_row.options());
 }
@@ -75,11 +75,13 @@ std::tuple<Tensor, Tensor> mirror_pairs(const Tensor& in_rows, const Tensor& out
   TORCH_CHECK(ins.numel() == outs.numel(), "in_rows and out_rows do not fit together");
   std::vector<int64_t> neighbour(number, -1);
   const int64_t *const from = outs.const_data_ptr<int64_t>(), *const to = ins.const_data_ptr<int64_t>();
+  int64_t found = 0;
   for (int64_t i = 0; i < ins.numel(); ++i) {
     TORCH_CHECK_INDEX(to[i] >= 0 && to[i] < number, "in_rows[", i, "] is ", to[i], " of ", number);
+    found += neighbour[to[i]] < 0;
     neighbour[to[i]] = from[i];
   }
-  return pairs_of(neighbour, ins.numel(), ins.options());
+  return pairs_of(neighbour, found, ins.options());
 }
 
 }  // namespace

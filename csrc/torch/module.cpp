@@ -88,10 +88,10 @@ struct StreamEvent {};
 void bind_cuda(py::module_& m) {
   const auto missing = torch::wrap_pybind_function([](const py::args&, const py::kwargs&) { no_cuda(); });
   for (const char* name :
-       {"driver_version", "runtime_version", "tile_parts",    "shared_memory",   "mma_probe",       "mma_rate",
-        "put_coords",     "index_coords",    "derive_coords", "build_plan",      "index_sized",     "derive_sized",
-        "plan_room",      "plan_sized",      "plans_sized",   "plan_to_table",   "cells_of_points", "group_cells",
-        "merge_runs",     "lookup_rows",     "locate_points", "gather_weighted", "scatter_weighted"}) {
+       {"driver_version", "runtime_version", "tile_parts",      "shared_memory",   "mma_probe",   "mma_rate",
+        "put_coords",     "index_coords",    "derive_coords",   "build_plan",      "index_sized", "derive_sized",
+        "plan_room",      "plans_sized",     "plan_to_table",   "cells_of_points", "group_cells", "merge_runs",
+        "lookup_rows",    "locate_points",   "gather_weighted", "scatter_weighted"}) {
     m.def(name, missing);
   }
   py::class_<StreamEvent>(m, "StreamEvent").def_static("record", missing);

@@ -13,6 +13,10 @@
 
 #include "checks.h"
 
+namespace torch::autograd {
+struct AutogradContext;
+}
+
 namespace voxmma {
 
 using ConvSignature = Tensor(const Tensor&, const Tensor&, const OptTensor&, TensorList, TensorList, c10::SymInt, bool,
@@ -80,15 +84,26 @@ inline const auto& wgrad_op() {
   return op;
 }
 
-// What both ops keep for backward besides x, weight and dy.
-struct Plan {
+// The maps that a call and its gradients run over.
+struct Maps {
   std::vector<Tensor> map, map_t;  // of the call's own direction, and the opposite (empty: symmetric, or not given)
+  int64_t version;                 // of all their tensors
+};
+Maps maps_of(std::vector<Tensor> map, std::vector<Tensor> map_t);
+// RuntimeError where torch has written into one of them since.
+void check_unwritten(const Maps& maps);
+void save_maps(const Maps& maps, torch::autograd::AutogradContext* ctx);
+Maps load_maps(torch::autograd::AutogradContext* ctx);  // and checks them
+
+// What both ops keep for backward besides x, weight and dy.
+struct Plan : Maps {
   bool symmetric, transpose;
   std::string accumulator, tile, dgrad_tile, wgrad_tile;
 };
 
-// A weight stored as (C_out, ..., C_in) as the ops take it, (K, C_in, C_out): a view, differentiable where gradients are
-// recorded.
+// Of a weight stored as (C_out, ..., C_in): K, and the weight as the ops take it, (K, C_in, C_out), a view, differentiable
+// where gradients are recorded.
+int64_t volume_of_stored(const Tensor& stored);
 Tensor kernel_of(const Tensor& stored);
 
 // What the gradients of conv take from its operands.
@@ -110,7 +125,7 @@ struct ConvTypes {
       : ConvTypes(x.sym_size(0), x.scalar_type(), weight.scalar_type(), weight.size(0),
                   !is_stored && weight.dim() == 4 ? weight.size(1) : 1, !is_stored && weight.dim() == 4,
                   is_stored ? weight.sizes().vec() : std::vector<int64_t>()) {
-    if (is_stored) volume = weight.numel() / (weight.size(0) * weight.size(-1));
+    if (is_stored) volume = volume_of_stored(weight);
   }
 };
 // dy in x's type, but for the bias's. Differentiable again.

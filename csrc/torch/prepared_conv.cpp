@@ -17,19 +17,12 @@ struct PreparedConv {
   std::shared_ptr<const Plan> shared;
   int64_t n_out;
   OptDtype out_dtype;
-  int64_t version;  // of the map
-  bool stored;      // weights are (C_out, ..., C_in), not (K, C_in, C_out)
-
-  void check_version() const {
-    TORCH_CHECK(version_of(shared->map) == version,
-                "the tensors of a kernel map were written to, but every layer on these ",
-                "coordinates reads them: KernelMap.free() it, and write into a copy (.clone())");
-  }
+  bool stored;  // weights are (C_out, ..., C_in), not (K, C_in, C_out)
 
   Tensor kernel(const Tensor& weight) const { return stored ? kernel_of(weight) : weight; }
 
   Tensor operator()(const Tensor& x, const Tensor& weight, const OptTensor& bias) const {
-    check_version();
+    check_unwritten(*shared);
     NoAutocast no_autocast;
     const Plan& plan = *shared;
     if (stored) return conv_of_stored(plan, n_out, out_dtype, x, weight, bias);
@@ -41,7 +34,7 @@ struct PreparedConv {
   Tensor fused(const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& scale,
                const OptTensor& shift, const OptTensor& mean, const OptTensor& var, double eps,
                const OptTensor& residual, const std::string& activation, double slope) const {
-    check_version();
+    check_unwritten(*shared);
     NoAutocast no_autocast;
     const Plan& plan = *shared;
     return fused_op().call(x, kernel(weight), bias, plan.map, n_out, plan.symmetric, plan.transpose, plan.accumulator,
@@ -53,7 +46,7 @@ struct PreparedConv {
   void fused_into(const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& scale,
                   const OptTensor& shift, const OptTensor& mean, const OptTensor& var, double eps,
                   const OptTensor& residual, const std::string& activation, double slope, Tensor& out) const {
-    check_version();
+    check_unwritten(*shared);
     NoAutocast no_autocast;
     const Plan& plan = *shared;
     fused_into_op().call(x, kernel(weight), bias, plan.map, n_out, plan.symmetric, plan.transpose, plan.accumulator,
@@ -64,7 +57,7 @@ struct PreparedConv {
   // conv and norm_act as one node.
   Tensor trained(const Tensor& x, const Tensor& weight, const OptTensor& bias, const NormCall& norm,
                  const OptTensor& norm_weight, const OptTensor& norm_bias, const OptTensor& residual) const {
-    check_version();
+    check_unwritten(*shared);
     NoAutocast no_autocast;
     return conv_norm_act(shared, n_out, out_dtype, norm, x, weight, stored, bias, norm_weight, norm_bias, residual);
   }
@@ -98,11 +91,10 @@ void bind_prepared_conv(py::module_& m) {
       .def(py::init([](std::vector<Tensor> map, std::vector<Tensor> map_t, int64_t n_out, bool symmetric,
                        bool transpose, std::string accumulator, std::string tile, std::string dgrad_tile,
                        std::string wgrad_tile, OptDtype out_dtype, bool stored) {
-             const int64_t version = version_of(map);
-             return PreparedConv{std::make_shared<const Plan>(Plan{std::move(map), std::move(map_t), symmetric,
+             return PreparedConv{std::make_shared<const Plan>(Plan{maps_of(std::move(map), std::move(map_t)), symmetric,
                                                                    transpose, std::move(accumulator), std::move(tile),
                                                                    std::move(dgrad_tile), std::move(wgrad_tile)}),
-                                 n_out, out_dtype, version, stored};
+                                 n_out, out_dtype, stored};
            }),
            py::arg("map"), py::arg("map_t"), py::arg("n_out"), py::arg("symmetric"), py::arg("transpose"),
            py::arg("accumulator"), py::arg("tile"), py::arg("dgrad_tile"), py::arg("wgrad_tile"), py::arg("out_dtype"),

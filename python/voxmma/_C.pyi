@@ -128,30 +128,6 @@ def plan_room(
 ) -> tuple[int, int, int, int]:
     """Passes and units of 4 entries of uniq that a plan takes as a rule, and those that always suffice."""
 
-def plan_sized(
-    out_coords: Tensor,
-    out_count: Tensor,
-    out_order: Tensor,
-    bricks: Tensor,
-    in_order: Tensor,
-    size: Sequence[int],
-    start: Sequence[int],
-    step: Sequence[int],
-    mul: Sequence[int],
-    div: Sequence[int],
-    pass_capacity: int,
-    uniq4_capacity: int,
-    status: Tensor,
-    compact: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`build_plan` of the first `out_count` outputs: order, schedule, passes, frag, uniq, local.
-
-    There are ceil(capacity / 256) tiles. Those without rows are empty: order -1, local kMissing, cost 0, and
-    passes without unique rows, which they share, behind pass_capacity others. So is a tile that finds no
-    room. status becomes what is needed: [units of 4 entries of uniq, passes, pairs, unused].
-    compact: only tiles that have rows are on the schedule, (2, tiles, 4) at the beginning of its memory.
-    """
-
 def plans_sized(
     out_coords: Sequence[Tensor],
     out_count: Sequence[Tensor],
@@ -162,8 +138,15 @@ def plans_sized(
     status: Tensor,
     compact: bool = False,
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """Several `plan_sized`, side by side. A rule is size, start, step, mul, div, pass_capacity and
-    uniq4_capacity, 17 integers. status: (plans, 4)."""
+    """Several `build_plan`, side by side, of the first `out_count` outputs each: order, schedule, passes,
+    frag, uniq, local. A rule is size, start, step, mul, div, pass_capacity and uniq4_capacity, 17 integers.
+
+    There are ceil(capacity / 256) tiles. Those without rows are empty: order -1, local kMissing, cost 0, and
+    passes without unique rows, which they share, behind pass_capacity others. So is a tile that finds no
+    room. A row of status, (plans, 4), becomes what is needed: [units of 4 entries of uniq, passes, pairs,
+    unused]. compact: only tiles that have rows are on the schedule, (2, tiles, 4) at the beginning of its
+    memory.
+    """
 
 class StreamEvent:
     """An event behind what a CUDA device's current stream had to do when `record` was called."""

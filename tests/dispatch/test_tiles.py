@@ -682,6 +682,18 @@ def test_the_device_says_its_shared_memory() -> None:
 
 
 @pytest.mark.gpu
+def test_an_error_is_told_once() -> None:
+    """CUDA keeps a thread's last error until it is asked for, and a launch asks how it went."""
+    x = voxmma.Voxels(random_coords(300, 9).cuda(), torch.ones(300, 16, device="cuda"))
+    layer = voxmma.nn.SparseConv3d(16, 16, 3, device="cuda")
+    expected = layer(x).feats
+    for device, message in ((torch.cuda.device_count(), "invalid device"), (-1, "has no index")):
+        with pytest.raises(RuntimeError, match=message):
+            voxmma._C.shared_memory(device)
+        assert torch.equal(layer(x).feats, expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "ieee", "tf32"])
 def test_fault_40_training_as_on_a_small_card(precision: str) -> None:
     """Forward and both gradients with 99 KB: only tiles that fit run, and they give what large ones give."""

@@ -70,6 +70,22 @@ def test_sample_sums(device: torch.device, counts: list[int]) -> None:
     assert torch.equal(spread(total, x.coord_set), total[batch])
 
 
+def test_no_channels(device: torch.device) -> None:
+    for x in (
+        voxels(device, channels=0),
+        voxels(device, (0, 0), channels=0),
+        voxels(device, (1,), channels=0),
+    ):
+        x = x.with_feats(x.feats.requires_grad_())
+        assert vF.group_norm(x, 1).feats.shape == (x.num_voxels, 0)
+        for pool in (vnn.GlobalSumPool(), vnn.GlobalAvgPool(), vnn.GlobalMaxPool()):
+            y = pool(x)
+            assert y.shape == (x.batch_size, 0) and y.dtype == x.dtype
+            assert torch.autograd.grad(y.sum(), x.feats)[0].shape == x.feats.shape
+        for pooling in (vnn.SparseMaxPool3d(3, 1), vnn.SparseAvgPool3d(2, 2)):
+            assert pooling(x).feats.shape[1] == 0
+
+
 @pytest.mark.parametrize(("n", "samples"), [(5000, 1), (5000, 300), (300_000, 3)])
 def test_sample_sums_of_many(device: torch.device, n: int, samples: int) -> None:
     line = torch.arange(n)

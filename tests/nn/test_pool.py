@@ -482,6 +482,17 @@ def test_winners_take_one_byte_where_that_is_enough(device: torch.device) -> Non
     assert over.max(x, keep=False)[1].shape == (0, 2)
 
 
+def test_winners_may_lie_anywhere(device: torch.device) -> None:
+    for kernel, channels in ((6, 32), (7, 16)):
+        over = Window(device, kernel, 2)
+        x = torch.randn(over.n_in, channels, device=device)
+        y, winner = over.max(x)
+        memory = winner.new_zeros(winner.numel() + 1)
+        moved = memory[1:].view(winner.shape).copy_(winner)
+        assert torch.equal(over.pick(x, moved), y)
+        assert torch.equal(over.put(y, moved), over.put(y, winner))
+
+
 def test_counts_are_those_of_the_table(device: torch.device) -> None:
     for kernel, stride in ((2, 2), (3, 1), (3, 2), (7, 1)):
         made = Window(device, kernel, stride).map

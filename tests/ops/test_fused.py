@@ -341,8 +341,16 @@ def test_what_it_refuses(device: torch.device) -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             into(x, w, bias, *case.geometry(), accum, tile, out=out)
-    with pytest.raises(RuntimeError, match="same memory"):
-        into(x, w, bias, *case.geometry(), accum, tile, out=wide[:, :8], residual=wide[:, :8])
+    memory = torch.zeros(91 * 20, dtype=dtype, device=device)
+    columns = [memory.as_strided((90, 8), (20, 1), first) for first in (0, 4, 8, 12, 16, 20)]
+    for rows in columns:  # of 20: those of the fifth end in the next row, the last are those of the next
+        for name, given, residual in (("x", rows, None), ("residual", x, rows)):
+            if rows is columns[2] or rows is columns[3]:
+                into(given, w, bias, *case.geometry(), accum, tile, out=columns[0], residual=residual)
+                continue
+            message = f"out and {name} have memory in common|single memory location"
+            with pytest.raises(RuntimeError, match=message):
+                into(given, w, bias, *case.geometry(), accum, tile, out=columns[0], residual=residual)
     version = wide._version
     into(x, w, bias, *case.geometry(), accum, tile, out=wide[:, :8])
     assert wide._version > version

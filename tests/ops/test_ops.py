@@ -333,6 +333,9 @@ def test_weights_stored_by_output_channel(device):
                 )
         assert torch.autograd.gradcheck(prepared, (x, stored, bias))
         assert torch.autograd.gradgradcheck(prepared, (x, stored, bias))
+        for none in ((0, *kernel_size, 3), (4, *kernel_size, 0), (4,)):
+            with pytest.raises(RuntimeError, match="weight must be"):
+                prepared(x, case.tensor(*none), bias)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import torch
 
 from voxmma.sparse.interpolate import spread_weighted, weighted
 
+import conftest
+
 
 @pytest.mark.parametrize("corners", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
@@ -31,6 +33,22 @@ def test_weighted_rows_and_their_transpose(corners: int, dtype: torch.dtype, dev
     assert torch.allclose(mine.grad.cpu().double(), spread, **slack)
     made = spread_weighted(upstream.to(device), rows.to(device), weights.to(device), 30)
     assert made.dtype == dtype and torch.allclose(made.cpu().double(), spread, **slack)
+
+
+def test_fault_52_rows_that_are_not_there_are_refused(device: torch.device, clean: conftest.Clean) -> None:
+    """On a GPU by the device, like those of torch's own indexing: what runs there is lost."""
+    calls = ("weighted(torch.ones(3, 2, **on), ", "spread_weighted(torch.ones(2, 2, **on), ")
+    for call, rest in zip(calls, ("", ", 3"), strict=True):
+        told = clean(
+            "from voxmma.sparse.interpolate import spread_weighted, weighted\n"
+            f"on, found = {{'device': {str(device)!r}}}, ''\n"
+            "rows = torch.tensor([[-1, 2], [0, 3]], **on)\n"
+            "try:\n"
+            f"    {call}rows, torch.ones(2, 2, **on){rest}).sum().item()\n"
+            "except (IndexError, RuntimeError) as error:\n"
+            "    found = str(error)"
+        )
+        assert told == "rows[1] is [0, 3], there are 3" or (device.type == "cuda" and "assert" in told)
 
 
 def test_rows_without_weight_are_not_read(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import functools
 import gc
@@ -22,6 +23,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import voxmma
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.index import HashIndex
 from voxmma.sparse.maps import KernelMap, kernel_map
@@ -85,6 +87,49 @@ def test_fault_29_more_than_32_offsets(device: torch.device, size: Any) -> None:
         kernel_map(CoordSet(coords.to(device)), size),
         brute_table(coords, coords, conftest.kernel_offsets(size)),
     )
+
+
+def test_pairs_of_rows_that_repeat_hold_nothing_else() -> None:
+    """A set whose coordinates a tree_map moved together is still one of distinct voxels to whoever has it."""
+    ins, outs = torch.tensor([1, 1, 0]), torch.tensor([0, 2, 1])
+    assert [t.tolist() for t in voxmma._C.mirror_pairs(ins, outs, 3)] == [[1, 2], [0, 1]]
+    rows, zero = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    found = voxmma._C.match_rows(rows, rows, torch.tensor([2, 0, 2]), zero, [rows, zero, zero], [], 3)
+    assert [t.tolist() for t in found] == [[1, 2], [0, 2]]
+
+
+@pytest.mark.parametrize("size", [(3, 7, 7), (4, 5, 8)], ids=str)
+def test_the_first_map_of_a_process_may_have_any_kernel(
+    device: torch.device, size: Triple, clean: conftest.Clean
+) -> None:
+    """129 to 160 offsets: their plan takes nearly the shared memory that a block has without asking."""
+    coords = conftest.random_coords(300, 8, seed=2)
+    pairs = clean(
+        "from voxmma.sparse.coords import CoordSet\n"
+        "from voxmma.sparse.maps import kernel_map\n"
+        f"coords = torch.tensor({coords.tolist()}, device={str(device)!r})\n"
+        f"found = kernel_map(CoordSet(coords), {size}).num_pairs"
+    )
+    assert pairs == int((brute_table(coords, coords, conftest.kernel_offsets(size)) >= 0).sum())
+
+
+def test_threads_make_maps_of_large_kernels(device: torch.device) -> None:
+    """Their plans are made by one kernel, and take different amounts of shared memory."""
+    coords = conftest.random_coords(300, 8, seed=2)
+    wanted = {size: kernel_map(CoordSet(coords), size).num_pairs for size in (6, 7, 8, 9)}
+    repeats = 300 if device.type == "cuda" else 2
+
+    def make(size: int) -> set[int]:
+        inputs, pairs = CoordSet(coords.to(device)), set()
+        for _ in range(repeats):
+            made = kernel_map(inputs, size)
+            pairs.add(made.num_pairs)
+            made.free()
+        return pairs
+
+    with concurrent.futures.ThreadPoolExecutor(len(wanted)) as threads:
+        made = dict(zip(wanted, threads.map(make, wanted), strict=True))
+    assert made == {size: {pairs} for size, pairs in wanted.items()}
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

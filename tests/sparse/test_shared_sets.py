@@ -726,6 +726,55 @@ def test_fault_56_writes_are_found_out(device: torch.device, what: str, inferenc
             assert torch.equal(z.coords, good) and torch.equal(z.feats, y.feats)
 
 
+@pytest.mark.parametrize("what", ["submanifold", "strided", "block", "max", "average", "counts of a map"])
+def test_fault_56_writes_before_the_gradient_are_found_out(device: torch.device, what: str) -> None:
+    layers: dict[str, tuple[Callable[..., torch.nn.Module], int, int]] = {
+        "submanifold": (lambda: nn.SparseConv3d(4, 4, 3), 3, 1),
+        "strided": (lambda: nn.SparseConv3d(4, 4, 2, 2), 2, 2),
+        "block": (lambda: nn.Sequential(nn.SparseConv3d(4, 4, 3), nn.BatchNorm(4), nn.ReLU()), 3, 1),
+        "max": (lambda: nn.SparseMaxPool3d(2, 2), 2, 2),
+        "average": (lambda: nn.SparseAvgPool3d(3, 1), 3, 1),
+        "counts of a map": (lambda: nn.SparseAvgPool3d(3, 1), 3, 1),
+    }
+    make, size, stride = layers[what]
+    x = Voxels(random_coords(50, 6).to(device), torch.ones(50, 4, device=device, requires_grad=True))
+    y = make().to(device)(x)
+    made = voxmma.kernel_map(x, size, stride=stride)
+    tensor = made.counts if what == "counts of a map" else made.tensors[0]
+    tensor.mul_(1)
+    with pytest.raises(RuntimeError, match=r"written to.*clone|modified by an inplace operation"):
+        y.feats.sum().backward()
+
+
+def test_what_is_first_made_under_torch_func_outlives_it(device: torch.device) -> None:
+    """Sets, maps and indices that a transform asks for first are those that everybody has."""
+    rows, feats = random_coords(50, 6, batch=2).to(device), torch.randn(50, 4, device=device)
+    strided, same = nn.SparseConv3d(4, 4, 2, 2).to(device), nn.SparseConv3d(4, 4, 3).to(device)
+    reads: dict[str, Callable[[Voxels], torch.Tensor]] = {
+        "largest": lambda x: nn.GlobalMaxPool()(x),
+        "counts": lambda x: x.feats * x.counts.sum(),
+        "rows": lambda x: x.feats[voxmma.lookup(x, rows)],
+        "layers": lambda x: strided(same(x)).feats,
+        "pools": lambda x: nn.SparseAvgPool3d(3, 1)(nn.SparseMaxPool3d(2, 2)(x)).feats,
+    }
+    for name, read in reads.items():
+        for coords in (CoordSet(rows), CoordSet.trusted(rows.clone(), 2)):
+
+            def run(f: torch.Tensor) -> torch.Tensor:
+                return read(Voxels(coords, f)).square().sum()  # noqa: B023
+
+            leaf = feats.clone().requires_grad_()
+            if name in ("layers", "pools"):
+                with pytest.raises(RuntimeError, match="functorch"):
+                    torch.func.grad(run)(feats)
+            else:
+                gradient = torch.func.grad(run)(feats)
+                assert torch.equal(gradient, torch.autograd.grad(run(leaf), leaf)[0]), name
+            assert torch.equal(read(Voxels(coords, feats)), read(Voxels(CoordSet(rows), feats))), name
+    with pytest.raises(ValueError, match="maps over coordinates"):
+        torch.func.vmap(lambda c: Voxels(c, feats).counts)(torch.stack([rows, rows]))
+
+
 def test_the_list_of_a_map_is_the_callers(device: torch.device) -> None:
     x = Voxels(random_coords(50, 6).to(device), torch.ones(50, 2, device=device))
     made = voxmma.kernel_map(x, 3)

@@ -22,7 +22,7 @@ from voxmma.sparse.cores import MapCore
 from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.maps import KernelMap, kernel_map
 from voxmma.sparse.packing import COORD_MAX, COORD_MIN
-from voxmma.sparse.sized import Plan, SizedSet, derive_sized, index_sized, plan_room, plan_sized, plans_sized
+from voxmma.sparse.sized import Plan, SizedSet, derive_sized, index_sized, plan_room, plans_sized
 
 from conftest import grid_coords, random_coords, surface_coords
 
@@ -115,6 +115,11 @@ def eager_map(inputs: CoordSet, outputs: CoordSet, geometry: Geometry, reverse: 
     return KernelMap(inputs, outputs, core, reverse)._built()
 
 
+def plan_sized(*plan: Any, status: Tensor, compact: bool = False) -> list[Tensor]:
+    """The tensors of one map. plan: fields of Plan."""
+    return plans_sized([Plan(*plan)], status.view(1, 4), compact)[0]
+
+
 def plan(inputs: SizedSet, outputs: SizedSet, geometry: Geometry, reverse: bool, share: float = 1) -> Any:
     """The tensors of plan_sized and its status; `share` of the room that always suffices."""
     device = outputs.coords.device
@@ -123,7 +128,7 @@ def plan(inputs: SizedSet, outputs: SizedSet, geometry: Geometry, reverse: bool,
         *_, passes, uniq4 = plan_room(geometry, reverse, len(inputs.coords), len(outputs.coords))
         room = int(share * passes), int(share * uniq4)
     status, read = status_of(device)
-    return plan_sized(inputs, outputs, geometry, reverse, room, status), read
+    return plan_sized(inputs, outputs, geometry, reverse, room, status=status), read
 
 
 def check_map(tensors: list[Tensor], expected: KernelMap, capacity: int) -> None:
@@ -303,11 +308,12 @@ def test_a_captured_graph_serves_every_frame(device: torch.device) -> None:
         level = index_sized(coords, count, BOUNDS, next(status))
         levels = []
         for capacity in (9000, 3000, None):
-            maps = [plan_sized(level, level, SAME, False, room(SAME, level, level), next(status))]
+            maps = [plan_sized(level, level, SAME, False, room(SAME, level, level), status=next(status))]
             finer = level
             if capacity is not None:
                 level = derive_sized(finer, derive.Derived(down, False, None), capacity, next(status))
-                maps.append(plan_sized(finer, level, down, False, room(down, finer, level), next(status)))
+                rooms = room(down, finer, level)
+                maps.append(plan_sized(finer, level, down, False, rooms, status=next(status)))
             levels.append((finer, maps))
         return levels
 
@@ -523,7 +529,7 @@ def test_compact_schedules_have_the_tiles_that_have_rows(name: str) -> None:
     made = sized_set(coords, len(coords) + 3000, device)
     n = len(made.coords)
     room = plan_room(SAME, False, n, n)[2:]
-    whole = plan_sized(made, made, SAME, False, room, status_of(device)[0], compact=True)
+    whole = plan_sized(made, made, SAME, False, room, status=status_of(device)[0], compact=True)
     tensors = voxmma._C.cut_plan(whole, len(coords), len(coords), len(whole[2]), len(whole[4]) // 4)
     check_map(tensors, eager_map(exact, exact, SAME, False), len(coords))
 

@@ -20,7 +20,9 @@ from torch.autograd import gradcheck, gradgradcheck
 from voxmma import batch, unbatch
 from voxmma.sparse import sampling
 from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.maps import kernel_map
 from voxmma.sparse.packing import COORD_MAX, COORD_MIN, pack, unpack
+from voxmma.sparse.sets import downsample
 from voxmma.sparse.tensor import Voxels
 
 import conftest
@@ -60,6 +62,7 @@ BAD_COORDS: list[tuple[Any, int | None, type[Exception], str]] = [
     (GOOD.tolist(), None, TypeError, "coords must be a tensor, got list"),
     (GOOD[:, :3], None, ValueError, r"coords must be \(N, 4\).*\(3, 3\)"),
     (GOOD[0], None, ValueError, r"coords must be \(N, 4\)"),
+    (GOOD.to_sparse(), None, ValueError, "coords must be dense"),
     (
         with_row(-1, 0, 0, 0),
         None,
@@ -179,6 +182,7 @@ def test_coordinate_sets_copy_and_pickle(device: torch.device) -> None:
         (torch.zeros(3, 2, dtype=torch.complex64), TypeError, "feats must be fp16"),
         ([[0.0]] * 3, TypeError, "feats must be a tensor"),
         (torch.zeros(3), ValueError, r"feats must be \(N, C\)"),
+        (torch.ones(3, 2).to_sparse(), ValueError, r"feats must be \(N, C\) and dense, got torch.sparse_coo"),
         (torch.zeros(4, 2), ValueError, "feats has 4 rows, coords has 3"),
         (torch.zeros(3, 2, device="meta"), ValueError, "feats is on meta, coords is on"),
     ],
@@ -194,6 +198,22 @@ def test_bad_features_are_named(
     good = Voxels(GOOD.to(device), torch.zeros(3, 1, device=device))
     with pytest.raises(error, match=message):
         good.with_feats(feats)
+
+
+@pytest.mark.gpu
+def test_rows_that_a_tree_map_moved_off_their_alignment_are_named() -> None:
+    """Kernels read a row at once; coordinates of a caller are copied."""
+    x = voxels(torch.device("cuda", 0))
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        return t.new_zeros(t.numel() + 1)[1:].view(t.shape).copy_(t)
+
+    assert torch.equal(Voxels(moved(x.coords), x.feats).coords, x.coords)
+    there = pytree.tree_map(moved, x)
+    with pytest.raises(RuntimeError, match=r"coords must be contiguous Int, at a multiple of 16 bytes"):
+        downsample(there, 2)
+    with pytest.raises(RuntimeError, match=r"coords must be contiguous Int, at a multiple of 16 bytes"):
+        kernel_map(there, 3)
 
 
 def test_other_bad_arguments_are_named() -> None:
@@ -359,6 +379,8 @@ BAD_POINTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"points": [POINTS, POINTS], "feats": [ONES, ONES], "batch_size": 1}, ValueError, "batch_size is 1"),
     ({"feats": ONES.long()}, TypeError, "feats must be a fp16"),
     ({"feats": torch.ones(3, 1)}, ValueError, r"feats must be \(2, C\)"),
+    ({"feats": torch.ones(2, 1).to_sparse()}, ValueError, r"feats must be \(2, C\) like points and dense"),
+    ({"points": torch.ones(2, 3).to_sparse()}, ValueError, r"points must be \(N, 3\) and dense"),
     ({"feats": torch.ones(2, 1, device="meta")}, ValueError, "feats is on meta"),
     ({"voxel_size": 0.0}, ValueError, "voxel_size"),
     ({"voxel_size": -1}, ValueError, "voxel_size"),

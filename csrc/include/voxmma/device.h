@@ -19,6 +19,7 @@ namespace voxmma {
 
 #pragma GCC visibility push(default)  // the kernel library's interface: seen from outside where it is a shared object
 
+// For whoever reports it: forgets the thread's last error, which the next launch, asking how it went, would be told instead.
 const char* error_text(cudaError_t error);
 
 // As CUDA counts versions, 13000: of the runtime in this library, and the newest that the installed driver is for; 0: there is

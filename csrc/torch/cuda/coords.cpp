@@ -103,7 +103,7 @@ const int* inner_bounds(const Tensor& inner, const Tensor& like) {
 // Rows (n, 4) into the first ones of a buffer, and their number.
 void put_coords_cuda(const Tensor& coords, const Tensor& buffer, const Tensor& count) {
   const bool is_int64 = coords.scalar_type() == at::kLong;
-  const Tensor dense = coords.contiguous();
+  const Tensor dense = aligned(coords);
   check_ints("coords", dense, is_int64 ? at::kLong : at::kInt, 4, buffer);
   check_ints("buffer", buffer, at::kInt, 4, buffer);
   const int64_t n = dense.size(0);

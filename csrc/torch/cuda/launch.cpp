@@ -3,7 +3,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <limits>
 #include <string>
 
 #include "../module.h"
@@ -17,6 +16,7 @@ void check_cuda(cudaError_t error, const char* what, at::Device device) {
 }
 
 DeviceInfo device_info(at::Device device) {
+  TORCH_CHECK(device.index() >= 0, device, " has no index");
   static std::mutex mutex;
   static std::vector<DeviceInfo> known;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -96,13 +96,21 @@ PlanView plan_view(TensorList map, int64_t kernel_volume, int64_t n_out, int64_t
 
 void check_ints(const char* name, const Tensor& t, ScalarType dtype, int64_t columns, const Tensor& like) {
   const bool shape = columns > 0 ? t.dim() == 2 && t.size(1) == columns : t.dim() == 1;
-  TORCH_CHECK(t.is_cuda() && t.device() == like.device() && t.scalar_type() == dtype && t.is_contiguous() && shape,
-              name, " must be contiguous ", c10::toString(dtype), " of shape (N",
+  const bool whole = columns == 4 && dtype == at::kInt;  // rows that are read at once
+  const bool fits =
+      t.is_cuda() && t.device() == like.device() && t.scalar_type() == dtype && t.is_contiguous() && shape;
+  TORCH_CHECK(fits && (!whole || reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0), name, " must be contiguous ",
+              c10::toString(dtype), whole ? ", at a multiple of 16 bytes," : "", " of shape (N",
               columns > 0 ? ", " + std::to_string(columns) : "", ") on ",
               like.is_cuda() ? like.device().str() : "a CUDA device", ", got ", c10::toString(t.scalar_type()),
               " of shape ", t.sizes(), " on ", t.device());
 }
 
 Tensor dense_rows(const Tensor& x) { return x.stride(1) == 1 || x.size(1) <= 1 ? x : x.contiguous(); }
+
+Tensor aligned(const Tensor& t) {
+  const Tensor dense = t.contiguous();
+  return reinterpret_cast<uintptr_t>(dense.data_ptr()) % 16 == 0 ? dense : dense.clone();
+}
 
 }  // namespace voxmma

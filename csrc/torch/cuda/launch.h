@@ -12,7 +12,6 @@
 #include <cstring>
 #include <functional>
 #include <mutex>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -63,6 +62,8 @@ void check_ints(const char* name, const Tensor& t, ScalarType dtype, int64_t col
 
 // Rows whose channels are adjacent, as they are or copied.
 Tensor dense_rows(const Tensor& x);
+// Contiguous at a multiple of 16 bytes.
+Tensor aligned(const Tensor& t);
 
 // What `tell` has the device write into page-locked memory. Waits.
 template <class T>

@@ -222,21 +222,6 @@ std::vector<SizedPlan> plans_sized_cuda(const std::vector<Tensor>& out_coords, c
   return made;
 }
 
-SizedPlan plan_sized_cuda(const Tensor& out_coords, const Tensor& out_count, const Tensor& out_order,
-                          const Tensor& bricks, const Tensor& in_order, const Ints& size, const Ints& start,
-                          const Ints& step, const Ints& mul, const Ints& div, int64_t pass_capacity,
-                          int64_t uniq4_capacity, const Tensor& status, bool compact) {
-  sized_status(status, out_coords);
-  Ints rule;
-  for (const Ints* part : {&size, &start, &step, &mul, &div}) {
-    TORCH_CHECK_VALUE(part->size() == 3, "size, start, step, mul and div must hold 3 integers each");
-    rule.insert(rule.end(), part->begin(), part->end());
-  }
-  rule.insert(rule.end(), {pass_capacity, uniq4_capacity});
-  return plans_sized_cuda({out_coords}, {out_count}, {out_order}, {bricks}, {in_order}, {rule}, status.view({1, 4}),
-                          compact)[0];
-}
-
 Tensor plan_to_table_cuda(const std::vector<Tensor>& plan, int64_t n_out) {
   TORCH_CHECK(plan.size() == kPlanTensors && plan[5].is_cuda() && plan[5].dim() == 3, "plan must be a CUDA map of ",
               kPlanTensors, " tensors");
@@ -259,10 +244,6 @@ void bind_plans(py::module_& m) {
         py::arg("div"));
   m.def("plan_room", torch::wrap_pybind_function_no_gil(plan_room_cuda), py::arg("n_out"), py::arg("n_in"),
         py::arg("size"), py::arg("start"), py::arg("step"), py::arg("mul"), py::arg("div"));
-  m.def("plan_sized", torch::wrap_pybind_function_no_gil(plan_sized_cuda), py::arg("out_coords"), py::arg("out_count"),
-        py::arg("out_order"), py::arg("bricks"), py::arg("in_order"), py::arg("size"), py::arg("start"),
-        py::arg("step"), py::arg("mul"), py::arg("div"), py::arg("pass_capacity"), py::arg("uniq4_capacity"),
-        py::arg("status"), py::arg("compact") = false);
   m.def("plans_sized", torch::wrap_pybind_function_no_gil(plans_sized_cuda), py::arg("out_coords"),
         py::arg("out_count"), py::arg("out_order"), py::arg("bricks"), py::arg("in_order"), py::arg("rules"),
         py::arg("status"), py::arg("compact") = false);

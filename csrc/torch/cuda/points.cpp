@@ -41,8 +41,7 @@ Tensor cells_of_points_cuda(const Tensor& points, const OptTensor& batch, const 
 GroupResult group_cells_cuda(const Tensor& cells) {
   check_ints("cells", cells, at::kInt, 4, cells);
   const int64_t n = cells.size(0);
-  TORCH_CHECK(n <= std::numeric_limits<int>::max() && reinterpret_cast<uintptr_t>(cells.data_ptr()) % 16 == 0,
-              "cells must hold less than 2^31 rows and start at a multiple of 16 bytes");
+  TORCH_CHECK(n <= std::numeric_limits<int>::max(), "cells must hold less than 2^31 rows");
   const NormalTensors normal;
   const Launch on(cells.device());
   CoordStats found{};
@@ -112,12 +111,6 @@ SetView set_view(const Tensor& order, const Tensor& bricks, const Tensor& like) 
   check_ints("bricks", bricks, at::kInt, 4, like);
   TORCH_CHECK(bricks.size(0) >= kBucket, "bricks is empty");
   return {data<int>(order), data<Brick>(bricks), bricks.size(0)};
-}
-
-// Contiguous at a multiple of 16 bytes.
-Tensor aligned(const Tensor& t) {
-  const Tensor dense = t.contiguous();
-  return reinterpret_cast<uintptr_t>(dense.data_ptr()) % 16 == 0 ? dense : dense.clone();
 }
 
 Tensor lookup_rows_cuda(const Tensor& query, const Tensor& order, const Tensor& bricks) {

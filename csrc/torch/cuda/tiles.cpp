@@ -6,7 +6,6 @@
 
 #include "../module.h"
 #include "launch.h"
-#include "voxmma/arch.h"
 #include "voxmma/dtypes.h"
 #include "voxmma/probe.h"
 

@@ -388,6 +388,8 @@ def _neighbor_counts_cpu(map: list[Tensor], kernel_volume: int, n_out: int) -> T
 
 def _segment_sum_cpu(x: Tensor, rows: Tensor, starts: Tensor) -> Tensor:
     _C.check_segments(x, None, rows, starts)
+    if x.shape[1] == 0:
+        return x.new_zeros((len(starts), 0), dtype=sum_dtype(x.dtype))
     return torch.embedding_bag(x.to(sum_dtype(x.dtype)), rows, starts)[0]
 
 

@@ -42,6 +42,8 @@ class Made:
         self._version = 0
         if torch.compiler.is_compiling():
             return
+        if torch._C._are_functorch_transforms_active():
+            self.tensors = tuple(map(of_no_transform, self.tensors))
         self._versioned = self.tensors
         self._version = _C.write_count(self.tensors)
         first = self.tensors[0]  # a tree_map may put other things where the tensors were
@@ -113,11 +115,38 @@ def _captured(what: str) -> RuntimeError:
 
 
 def normally(make: Callable[..., _V], *given: Any) -> _V:
-    """make(*given), which makes tensors of integers: no inference tensors, whoever asks."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
+    """make(*given), which makes tensors of integers: of no inference mode and no transform, whoever asks."""
+    if torch.is_inference_mode_enabled() or _transformed():
+        with torch.inference_mode(False), outside_transforms():
             return make(*given)
     return make(*given)  # entering a mode takes longer than the rest of this
+
+
+def _transformed() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """What tensors to be kept are made in: those of a transform of torch.func (grad, vmap) would be its own,
+    which kernels cannot read and nobody can use after it."""
+    if not _transformed():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def of_no_transform(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of integers without what torch.func.grad and jvp wrap around all that is made inside of them.
+
+    ValueError for one that torch.func.vmap maps over.
+    """
+    if _transformed() and isinstance(tensor, torch.Tensor):
+        while torch._C._functorch.is_gradtrackingtensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        if torch._C._functorch.is_batchedtensor(tensor):
+            raise ValueError("torch.func.vmap maps over coordinates, where it may map over features only")
+    return tensor
 
 
 def new_lock() -> contextlib.AbstractContextManager[Any]:

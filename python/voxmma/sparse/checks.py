@@ -24,8 +24,10 @@ def check_columns(coords: torch.Tensor) -> None:
         raise ValueError(f"coords must be (N, 4) rows of batch, x, y, z, got shape {tuple(shape)}")
     if shape[0] > _INT32.max:
         raise ValueError(f"coords has {shape[0]} rows, at most {_INT32.max} are possible")
-    if not (coords.is_cpu or coords.is_cuda):
-        raise ValueError(f"coords must be on a CPU or a CUDA device, got {coords.device}")
+    if not (coords.is_cpu or coords.is_cuda) or coords.layout != torch.strided:
+        raise ValueError(
+            f"coords must be dense on a CPU or a CUDA device, got {coords.layout} on {coords.device}"
+        )
 
 
 def check_batch_size(batch_size: int | None) -> int | None:

@@ -11,7 +11,7 @@ import torch
 from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import Triple, as_tensor
-from voxmma.sparse.cached import Made, normally, refuse_capture
+from voxmma.sparse.cached import Made, normally, of_no_transform, outside_transforms, refuse_capture
 from voxmma.sparse.checks import (
     check_batch_size,
     check_columns,
@@ -138,7 +138,7 @@ class CoordSet(Indexed):
     ) -> None:
         if duplicates not in ("error", "keep"):
             raise ValueError(f"duplicates must be 'error' or 'keep', got {duplicates!r}")
-        coords = as_tensor(coords, "coords")
+        coords = of_no_transform(as_tensor(coords, "coords"))
         check_columns(coords)
         batch_size = check_batch_size(batch_size)
         shape = check_spatial_shape(spatial_shape)
@@ -266,7 +266,7 @@ class CoordSet(Indexed):
 
     def _split(self) -> None:
         """Finds the distinct voxels, and whether there are fewer than rows."""
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), outside_transforms():
             self._index.hashed = None
             keys, order = torch.sort(pack(self.coords), stable=True)
             start = torch.ones_like(keys, dtype=torch.bool)
@@ -491,7 +491,7 @@ class CoordSet(Indexed):
                 return made
             target = place if isinstance(place, torch.device) else self.device
             refuse_capture("a copy of a coordinate set", target)
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), outside_transforms():
                 facts = self.batch_size, self._index.bounds, self.spatial_shape
                 made = CoordSet.trusted(copy(self.coords), *facts)
                 if self.repeated is not None:

@@ -19,7 +19,7 @@ import torch
 from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma._types import Triple, positive
-from voxmma.sparse.cached import Made, keep, refuse_capture
+from voxmma.sparse.cached import Made, keep, outside_transforms, refuse_capture
 from voxmma.sparse.coords import _KEPT, CoordSet
 from voxmma.sparse.finer import Finer
 from voxmma.sparse.index import _COORDS, _HASHED, _Index
@@ -170,9 +170,10 @@ def _make(source: CoordSet, key: Derived, limit: int) -> CoordSet:
     geometry = key.geometry
     if source._coords.is_cuda:
         refuse_capture(lambda: f"the output coordinates of a layer ({_kernel(geometry)})", source.device)
-        made = _make_cuda(source, key, limit)
+        with outside_transforms():
+            made = _make_cuda(source, key, limit)
     else:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), outside_transforms():
             made = _make_cpu(source, key, limit)
     key.link(source, made)
     return made

@@ -51,7 +51,10 @@ def geometry_of(
     pad = padding_triple(padding, size, spread)
     for k, d, p in zip(size, spread, pad, strict=True):
         if (k - 1) * d - p > MAX_OFFSET:
-            raise ValueError(f"dilation {spread} with kernel_size {size} reaches offsets above {MAX_OFFSET}")
+            raise ValueError(
+                f"dilation {spread} with kernel_size {size} and padding {pad} reaches offsets above "
+                f"{MAX_OFFSET}"
+            )
     return Geometry(size, step, spread, pad)
 
 

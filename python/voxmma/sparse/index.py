@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from voxmma._extension import _C
-from voxmma.sparse.cached import Made, new_lock, refuse_capture
+from voxmma.sparse.cached import Made, new_lock, outside_transforms, refuse_capture
 from voxmma.sparse.checks import first_unpackable
 from voxmma.sparse.packing import BATCH_MAX, COORD_MAX, COORD_MIN, Bounds, first_duplicate, pack
 
@@ -142,7 +142,7 @@ class Indexed:
         if made is None:
             if torch.compiler.is_compiling():  # a traced tensor is one of its graph
                 return make()
-            with self._index.lock, torch.inference_mode(False), torch.no_grad():
+            with self._index.lock, torch.inference_mode(False), torch.no_grad(), outside_transforms():
                 made = getattr(self._index, name)
                 if made is None:
                     refuse_capture(what, self.device)

@@ -19,9 +19,9 @@ def weighted(feats: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
 
     rows (M, K) integers, K up to 8, negative = none; weights (M, K) of any float dtype. Weights and sums are
     fp64 for fp64 features, else fp32, added up serially in k: CPU and GPU give the same bits. Differentiable
-    in feats, deterministic.
+    in feats, deterministic. IndexError for rows from N on; on a GPU the device asserts, as torch's does.
     """
-    _check(rows)
+    _check(rows, len(feats))
     if len(feats) and kernels_take(feats):
         return Interpolate.apply(feats, *_corners(feats, rows, weights))
     table = feats if len(feats) else feats.new_zeros((1, feats.shape[1])) + feats.sum(0)
@@ -40,8 +40,9 @@ def spread_weighted(feats: Tensor, rows: Tensor, weights: Tensor, num: int) -> T
     """The transpose of `weighted`: (num, C) sums of weights[i, k] * feats[i] at rows[i, k], for feats (M, C).
 
     Sums in row order in fp64 for fp64 features, else in fp32, rounded once. Differentiable in feats.
+    IndexError as there, for rows from `num` on.
     """
-    _check(rows)
+    _check(rows, num)
     if num and kernels_take(feats):
         return Spread.apply(feats, *_corners(feats, rows, weights), num)
     wide = sum_dtype(feats.dtype)
@@ -51,9 +52,17 @@ def spread_weighted(feats: Tensor, rows: Tensor, weights: Tensor, num: int) -> T
     return total[:num].to(feats.dtype)
 
 
-def _check(rows: Tensor) -> None:
+def _check(rows: Tensor, num: int) -> None:
     if rows.dim() != 2 or not 1 <= rows.shape[1] <= 8:
         raise ValueError(f"rows must be (M, K) with K of 1 to 8, got {tuple(rows.shape)}")
+    if torch.compiler.is_compiling():  # torch's own functions will tell
+        return
+    inside = (rows < num).all()
+    if rows.is_cuda:
+        torch._assert_async(inside, f"rows must be less than {num}")
+    elif not bool(inside):
+        row = int(torch.nonzero((rows >= num).any(1))[0])
+        raise IndexError(f"rows[{row}] is {rows[row].tolist()}, there are {num}")
 
 
 def _corners(feats: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from voxmma._dynamo import eager
 from voxmma._types import Triple
 from voxmma.sparse.build import build_cpu, build_cuda, neighbor_table
-from voxmma.sparse.cached import Made, refuse_capture
+from voxmma.sparse.cached import Made, outside_transforms, refuse_capture
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.cores import Direction, MapCore, core_between
 from voxmma.sparse.geometry import (
@@ -120,7 +120,7 @@ class KernelMap:
         if made is None:
             if torch.compiler.is_compiling():  # a traced tensor is one of its graph
                 return self._count(direction)
-            with self._core.lock, torch.inference_mode(False), torch.no_grad():
+            with self._core.lock, torch.inference_mode(False), torch.no_grad(), outside_transforms():
                 made = direction.counts
                 if made is None:
                     what = "the neighbour counts of a kernel map"
@@ -169,10 +169,11 @@ class KernelMap:
                 made = self.in_coords.plan(self.out_coords, core.geometry, self.reverse)
             elif self.in_coords._coords.is_cuda:
                 refuse_capture(self._what, self.device)
-                made = build_cuda(self.in_coords, self.out_coords, core.geometry, self.reverse)
+                with outside_transforms():
+                    made = build_cuda(self.in_coords, self.out_coords, core.geometry, self.reverse)
             else:
                 # Normal tensors also under inference_mode: a later training pass saves them for its backward.
-                with torch.inference_mode(False), torch.no_grad():
+                with torch.inference_mode(False), torch.no_grad(), outside_transforms():
                     made = build_cpu(
                         self.in_coords, self.out_coords, core.geometry, self.reverse, self.symmetric
                     )
@@ -277,7 +278,7 @@ class KernelMap:
         one = self.in_coords is self.out_coords
         moved = MapCore(core.geometry, None if one else other, core.flipped).cached(owner)
         if owner.device.type == self.device.type:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), outside_transforms():
                 for reverse, source in tuple(core.sides.items()):
                     with moved.lock:
                         if reverse not in moved.sides:

@@ -213,17 +213,20 @@ def _check_points(points: torch.Tensor, name: str) -> None:
     if not isinstance(points, torch.Tensor) or not points.is_floating_point():
         what = points.dtype if isinstance(points, torch.Tensor) else type(points).__name__
         raise TypeError(f"{name} must be a floating point tensor, got {what}")
-    if points.dim() != 2 or points.shape[1] != 3:
-        raise ValueError(f"{name} must be (N, 3), got shape {tuple(points.shape)}")
+    if points.dim() != 2 or points.shape[1] != 3 or points.layout != torch.strided:
+        raise ValueError(
+            f"{name} must be (N, 3) and dense, got {points.layout} of shape {tuple(points.shape)}"
+        )
 
 
 def _check_feats_of_points(feats: torch.Tensor, points: torch.Tensor, name: str, points_name: str) -> None:
     if not isinstance(feats, torch.Tensor) or feats.dtype not in DTYPE_NAMES:
         what = feats.dtype if isinstance(feats, torch.Tensor) else type(feats).__name__
         raise TypeError(f"{name} must be a {ANY_DTYPE} tensor, got {what}")
-    if feats.dim() != 2 or feats.shape[0] != points.shape[0]:
+    if feats.dim() != 2 or feats.shape[0] != points.shape[0] or feats.layout != torch.strided:
         raise ValueError(
-            f"{name} must be ({points.shape[0]}, C) like {points_name}, got {tuple(feats.shape)}"
+            f"{name} must be ({points.shape[0]}, C) like {points_name} and dense, got {feats.layout} of "
+            f"shape {tuple(feats.shape)}"
         )
     if feats.device != points.device:
         raise ValueError(f"{name} is on {feats.device}, {points_name} is on {points.device}")

@@ -186,32 +186,19 @@ class Plan(NamedTuple):
     """for a GPU: passes and units of 4 unique rows; a tile that finds none is left out"""
 
 
-def plan_sized(
-    inputs: SizedSet,
-    outputs: SizedSet,
-    geometry: Geometry,
-    reverse: bool,
-    room: tuple[int, int],
-    status: torch.Tensor,
-    compact: bool = False,
-) -> list[torch.Tensor]:
-    """The tensors of a kernel map (maps.KernelMap) for as many rows as `inputs` and `outputs` have room for.
+def plans_sized(
+    plans: Sequence[Plan], status: torch.Tensor, compact: bool = False
+) -> list[list[torch.Tensor]]:
+    """The tensors of kernel maps (maps.KernelMap) for as many rows as their sets have room for, made side by
+    side on a GPU.
 
     Rows from the count on have no inputs, and on a GPU no place in the plan: results for them mean nothing.
-    `room`: see `Plan`.
 
-    status: [units of 4 unique rows, passes, pairs, unused], as many as are needed.
+    status: (plans, 4), of each [units of 4 unique rows, passes, pairs, unused], as many as are needed.
 
     `compact`: for `_C.cut_plan`, without the last tensor. Only tiles that have rows are on the schedule,
     (2, tiles, 4) at the beginning of its memory.
     """
-    return plans_sized([Plan(inputs, outputs, geometry, reverse, room)], status.view(1, 4), compact)[0]
-
-
-def plans_sized(
-    plans: Sequence[Plan], status: torch.Tensor, compact: bool = False
-) -> list[list[torch.Tensor]]:
-    """`plan_sized` of several maps, side by side on a GPU. status: (plans, 4)."""
     if plans and status.is_cuda:
         rules = [[*itertools.chain(*plan_rule(p.geometry, p.reverse)), *p.room] for p in plans]
         outputs = [p.outputs for p in plans]

@@ -494,8 +494,8 @@ def _check_feats(feats: torch.Tensor, rows: int, device: torch.device) -> None:
         raise TypeError(f"feats must be a tensor, got {type(feats).__name__}")
     if feats.dtype not in DTYPE_NAMES:
         raise TypeError(f"feats must be {ANY_DTYPE}, got {feats.dtype}")
-    if feats.dim() != 2:
-        raise ValueError(f"feats must be (N, C), got shape {tuple(feats.shape)}")
+    if feats.dim() != 2 or feats.layout != torch.strided:
+        raise ValueError(f"feats must be (N, C) and dense, got {feats.layout} of shape {tuple(feats.shape)}")
     if feats.shape[0] != rows:
         raise ValueError(f"feats has {feats.shape[0]} rows, coords has {rows}")
     if feats.device != device:

@@ -66,6 +66,8 @@ class Instance:
     """event behind the last frame"""
     readers: list[Any] = field(default_factory=list)
     """streams on which its results were read where they were, not copied"""
+    homes: set[int] = field(default_factory=set)
+    """where the storages of its results begin"""
     streams: dict[int, Any] = field(default_factory=dict)
     """that frames ran on, as the allocator knows, by their handles"""
 
@@ -160,6 +162,8 @@ class Engine:
         """number of the last frame that began"""
         self._lent: Sequence[Tensor] = ()
         """the tensors that the last frame's result is, where it is no copy"""
+        self._lent_at: set[int] = set()
+        """where their storages begin"""
         self.frames = 0
         """frames that were run"""
         self._instance = self._build(list(capacities), list(rooms))
@@ -325,7 +329,7 @@ class Engine:
     def _run_all(self, made: Instance, sources: Sequence[Tensor | int] | None = None) -> None:
         """Runs the program, on a CPU on what a frame has for each input."""
         numbers = [ref.number for ref in self._program.inputs]
-        made.env, made.status, made.results = {}, None, []
+        made.env, made.status, made.results, made.homes = {}, None, [], set()
         meter = None
         if made.meter is None:
             owned = [made.inputs[at] for at in made.owned]
@@ -430,11 +434,31 @@ class Engine:
 
     def _frame(self, frame: list[Any], copy: bool) -> Result:
         """Enqueues a frame that there is room for. Under the lock."""
+        if self._lent:
+            frame = self._apart(frame)
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             run = self._replay if self.device.type == "cuda" else self._compute
             result = run(self._instance, frame, copy)
         self.frames += 1
         return result
+
+    def _apart(self, frame: list[Any]) -> list[Any]:
+        """The frame, with copies of what lies in memory that the last one lent, and this one writes to."""
+
+        def own(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.untyped_storage().data_ptr() not in self._lent_at:
+                return value
+            return value.detach().clone()
+
+        parts: list[Any] = []
+        for leaf in frame:
+            if not isinstance(leaf, Rows):
+                parts.append(own(leaf))
+                continue
+            where = own(leaf.where)
+            coord_set = leaf.coord_set if where is leaf.where else None
+            parts.append(Rows(where, own(leaf.feats), leaf.batch_size, coord_set, own(leaf.batch)))
+        return parts
 
     def _begin(self) -> int:
         """The number of a new frame. What the last one has lent counts as written to."""
@@ -448,7 +472,9 @@ class Engine:
         """What the frame made, in copies or lent."""
         if copy:
             return _copies(made.results)
-        self._lent = made.results
+        if not made.homes:
+            made.homes = {tensor.untyped_storage().data_ptr() for tensor in made.results}
+        self._lent, self._lent_at = made.results, made.homes
         return made.results
 
     @torch.inference_mode(False)

@@ -1374,9 +1374,46 @@ def test_files_that_are_no_engine_of_this_machine(tmp_path: Path) -> None:
         load(tmp_path / "none.engine")
 
 
+def test_a_head_whose_parts_do_not_fit_is_refused(tmp_path: Path) -> None:
+    """With a right checksum. Kernels are not given indices that no operator has made."""
+    path = tmp_path / "net.engine"
+    save(compile(evaluated(NETWORKS["second"](), torch.device("cpu")), frame(50, torch.device("cpu"))), path)
+    assert load(edited(path, lambda head: None)).operators == load(path).operators
+    steps = {step[0]: at for at, step in enumerate(file._read(path)[0]["steps"])}
+    maps, conv = steps["voxmma::sized_maps.default"], steps["voxmma::conv_fused.default"]
+    changes: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "reads a tensor that is not there": lambda h: h["steps"].reverse(),
+        "frees a tensor that is not there": lambda h: h["steps"][conv][4].append(10**6),
+        "Capacity that there is not": lambda h: h["steps"][conv][1].__setitem__(4, {"capacity": 5}),
+        "Room that there is not": lambda h: h["steps"][maps][1][5].__setitem__(0, {"room": 8}),
+        "Const that there is not": lambda h: h["steps"][conv][1].__setitem__(1, {"const": 10**6}),
+        "kernel map that no operator made": lambda h: h["steps"][conv][1].__setitem__(3, [{"const": 0}]),
+        "index or kernel map that no": lambda h: h["steps"][maps][1][0].__setitem__(3, {"ref": 0}),
+        "zero_ has an index": lambda h: h["steps"].insert(
+            maps + 1, ["aten::zero_.default", [{"ref": h["steps"][maps][3][0]}], {}, [], []]
+        ),
+        "kernel_size": lambda h: h["steps"][maps][1][3].__setitem__(0, 1 << 31),
+        "a level or map has no size": lambda h: h["rooms"].pop(),
+        "capacities are": lambda h: h["capacities"].__setitem__(1, 1 << 40),
+        "rooms are": lambda h: h["rooms"].__setitem__(0, {"float": "-0x1p0"}),
+        "level 1 is made of none": lambda h: h["levels"][1].__setitem__(1, 1),
+        "an input is of no level": lambda h: h["inputs"][0].__setitem__("root", 1),
+        "an input is not in the program": lambda h: h["given"].append(10**6),
+        "a kernel map is of no level": lambda h: h["plans"][0].__setitem__(0, 5),
+        "a report is of nothing": lambda h: h["reports"][0].__setitem__(1, 5),
+        "is no engine: KeyError": lambda h: h["reports"][0].__setitem__(0, "other"),
+        "a result is of no level": lambda h: h["outputs"][0]["voxels"].__setitem__(0, -1),
+        "a result is not there": lambda h: h["outputs"][0]["voxels"].__setitem__(1, {"ref": 10**6}),
+        "a result has no place": lambda h: h["outputs"].pop(),
+    }
+    for message, change in changes.items():
+        with pytest.raises(EngineError, match=message):
+            load(edited(path, change))
+
+
 def test_what_has_no_word_in_a_file_is_not_saved(tmp_path: Path) -> None:
     device = torch.device("cpu")
-    engine = compile(lambda x: (x, object), frame(50, device))
+    engine = compile(lambda x: (x, 3j), frame(50, device))
     with pytest.raises(EngineError, match="cannot be saved"):
         save(engine, tmp_path / "net.engine")
 

@@ -1418,6 +1418,48 @@ def test_what_has_no_word_in_a_file_is_not_saved(tmp_path: Path) -> None:
         save(engine, tmp_path / "net.engine")
 
 
+def test_files_are_saved_by_several_threads_under_one_name(tmp_path: Path) -> None:
+    engine = compile(evaluated(vnn.SparseConv3d(4, 8, 3), Device("cpu")), frame(50, Device("cpu")))
+    start, failed = threading.Barrier(3), []
+
+    def run() -> None:
+        start.wait()
+        try:
+            for _ in range(15):
+                save(engine, tmp_path / "net.engine")
+                load(tmp_path / "net.engine")
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and [path.name for path in tmp_path.iterdir()] == ["net.engine"]
+
+
+def test_compiled_code_calls_an_engine_as_it_is(device: Device) -> None:
+    """Its own steps are in none of the graphs."""
+    net = evaluated(vnn.SparseConv3d(4, 8, 3), device)
+    engine, x = compile(net, frame(50, device)), frame(30, device)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def call(coords: torch.Tensor, feats: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = engine((coords, feats * 2)).get().feats
+        return made + 1
+
+    with torch.no_grad():
+        got = torch.compile(call, backend=backend)(x.coords, x.feats)
+        assert_same(got, net(x * 2).feats + 1)
+    calls = [node for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
+    assert len(calls) in (1, 2)
+
+
 def test_engines_are_not_copied(device: Device) -> None:
     """Their buffers and graph are one engine's; a copy would share them."""
     engine = compile(evaluated(NETWORKS["second"](), device), frame(50, device))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from voxmma import _surroundings, torchflags
+from voxmma._dynamo import eager
 from voxmma._extension import _C
 from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
@@ -384,6 +385,7 @@ class Engine:
 
     # ---- a frame
 
+    @eager
     def __call__(self, *inputs: Any, copy: bool = True) -> Result:
         """Runs a frame.
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -177,7 +178,7 @@ def _write(path: str | Path, head: dict[str, Any], tensors: Iterable[bytes], siz
     listed = [[*entry[:4], place] for entry, place in zip(head["tensors"], places, strict=False)]
     text = json.dumps({**head, "tensors": listed}, separators=(",", ":")).encode()
     prefix = _PREFIX.pack(_MAGIC, _FORMAT, 0, _up(_PREFIX.size + len(text)) + places[-1], len(text))
-    part = Path(f"{path}.{os.getpid()}.part")
+    part = Path(f"{path}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         with part.open("wb") as file:
             file.write(prefix[:_SUMMED])

@@ -436,8 +436,6 @@ class Engine:
 
     def _frame(self, frame: list[Any], copy: bool) -> Result:
         """Enqueues a frame that there is room for. Under the lock."""
-        if self._lent:
-            frame = self._apart(frame)
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             run = self._replay if self.device.type == "cuda" else self._compute
             result = run(self._instance, frame, copy)
@@ -446,6 +444,8 @@ class Engine:
 
     def _apart(self, frame: list[Any]) -> list[Any]:
         """The frame, with copies of what lies in memory that the last one lent, and this one writes to."""
+        if not self._lent:
+            return frame
 
         def own(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.untyped_storage().data_ptr() not in self._lent_at:
@@ -483,6 +483,7 @@ class Engine:
     @torch.no_grad()
     def _compute(self, made: Instance, frame: list[Any], copy: bool) -> Result:
         """A frame on a CPU."""
+        frame = self._apart(frame)
         number = self._begin()
         with torchflags.pinned("ieee"):
             self._run_all(made, self._sources(frame))
@@ -504,6 +505,7 @@ class Engine:
         if torch._C._cuda_isCurrentStreamCapturing():
             raise RuntimeError("an engine is CUDA graphs: it cannot be called while another one is captured")
         stream = made.enter(torch._C._cuda_getCurrentRawStream(index), self._program.consts)
+        frame = self._apart(frame)
         number = self._begin()
         assert made.status is not None
         try:

@@ -859,6 +859,25 @@ def test_growing(device: Device) -> None:
     agree(engine, net, [thin, thick])
 
 
+def test_an_engine_that_could_not_grow_is_what_it_was(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = evaluated(vnn.SparseConv3d(4, 8, 3), device)
+    engine = compile(net, frame(10, device), grow=True, bounds=(0, 0, 0, 12, 12, 12))
+    before, x = engine.levels(), frame(200, device)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(Engine, "_build", full)
+        engine(x)
+    assert engine.levels() == before
+    for wanted in (frame(9, device), x):
+        with torch.no_grad():
+            assert_same(engine(wanted).get(), net(wanted), exact=False)
+
+
 def test_further_examples_count(device: Device) -> None:
     net = evaluated(NETWORKS["unet"](), device)
     a, b = frame(100, device, seed=1), frame(700, device, seed=2)

@@ -543,8 +543,9 @@ class Engine:
             if need > MOST_ROWS:
                 raise EngineError(f"level {level} needs {need:,} rows, an engine takes {MOST_ROWS:,} at most")
             capacities[level] = max(capacities[level], min(math.ceil(need * MARGIN), MOST_ROWS))
-            self._needs[level] = max(self._needs[level], need)
         room = list(self._instance.rooms)
         for plan, factor in (rooms or {}).items():
             room[plan] = max(room[plan], factor)
         self._instance = self._build(capacities, room)
+        for level, need in wanted.items():
+            self._needs[level] = max(self._needs[level], need)

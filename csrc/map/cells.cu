@@ -61,7 +61,14 @@ __device__ __forceinline__ void write_rows(const Scan& scan, const CoordBox& box
   }
 }
 
-// Writes the rows of the first bitmap and the ranks of the second one's words, and empties the brick table.
+// Writes the ranks of a thread's four words and its neighbour's, if they have bits; `before` are those of blocks before.
+__device__ __forceinline__ void write_ranks(const Scan& scan, int before, int64_t block, int* ranks) {
+  static_assert(kRankWords == 2 * 4, "two threads share a rank");
+  const int t = threadIdx.x, both = scan.mine | __shfl_xor_sync(0xffffffffu, scan.mine, 1);
+  if (t % 2 == 0 && both != 0) ranks[(block * kThreads + t) / 2] = before + scan.before;
+}
+
+// Writes the rows of the first bitmap and the ranks of the second one, and empties the brick table.
 __global__ void __launch_bounds__(kThreads)
     place(const Cells cells, const CoordBox box, int4* coords, uint4* table, int64_t capacity, int64_t room) {
   __shared__ int warp_before[kThreads / 32];
@@ -79,7 +86,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int w = 0; w < kThreads / 32; ++w) before += warp_before[w];
   if (ranks) {
-    reinterpret_cast<int4*>(cells.ranks)[int64_t{block} * kThreads + t] = ranks_of(scan, before);
+    write_ranks(scan, before, block, cells.ranks);
   } else {
     write_rows(scan, box, uint32_t(block) * kWordsPerBlock + 4 * t, before + scan.before, room, coords);
   }
@@ -106,9 +113,7 @@ __global__ void __launch_bounds__(kThreads) place_sized(const Cells cells, const
   const Scan scan = scan_words(ranks ? cells.bricks : cells.rows, block);
   const int before = sum_before(cells.sums + begin, block, scan.all);
   if (ranks) {
-    if (scan.mine != 0) {
-      reinterpret_cast<int4*>(cells.ranks)[int64_t{block} * kThreads + t] = ranks_of(scan, before);
-    }
+    write_ranks(scan, before, block, cells.ranks);
     return;
   }
   const CoordBox box = box_of(sized.bounds, most);
@@ -127,7 +132,23 @@ __global__ void __launch_bounds__(kThreads)
   const CoordBox box = box_of(bounds, most);
   const int64_t step = int64_t(gridDim.x) * kThreads, n = rows.number();
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += step) {
-    index_row(cells.bricks, cells.ranks, box, i, coords[i], order, table, capacity);
+    const int4 c = coords[i];
+    const auto cell = morton<uint32_t>(box, c);
+    const uint32_t at = cell / 32 % kRankWords;
+    const auto* group = reinterpret_cast<const uint4*>(cells.bricks) + cell / 32 / kRankWords * (kRankWords / 4);
+    int before = cells.ranks[cell / 32 / kRankWords];
+    uint32_t word = 0;
+#pragma unroll
+    for (int j = 0; j < kRankWords / 4; ++j) {
+      const uint4 four = group[j];
+      const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (uint32_t k = 0; k < 4; ++k) {
+        before += 4 * j + k < at ? __popc(words[k]) : 0;
+        word = 4 * j + k == at ? words[k] : word;
+      }
+    }
+    index_row(cell, word, before, i, c, order, table, capacity);
   }
 }
 

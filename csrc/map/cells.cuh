@@ -11,6 +11,7 @@ namespace voxmma::detail {
 
 inline constexpr int kMaxCellBits = 27;  // 16 MiB a bitmap
 inline constexpr int kWordsPerBlock = 4 * kThreads;
+inline constexpr int kRankWords = 8;  // of a rank: what the memory hands out at a time
 
 inline int64_t words_of(int box_bits) { return box_bits > 15 ? int64_t{1} << (box_bits - 5) : kWordsPerBlock; }
 
@@ -21,7 +22,7 @@ struct Cells {
   unsigned* begun;              // blocks of index_cells that have begun to scan, and what they counted: scan.cuh
   unsigned long long* sums;     // [blocks]
   int* block_bits;              // set bits of kWordsPerBlock words of `rows`, then of `bricks`
-  int* ranks;                   // [words] bits before a word of `bricks` that is not zero
+  int* ranks;                   // [words / kRankWords] bits before so many words of `bricks` that are not all zero
   unsigned row_blocks, blocks;  // of the first bitmap, and of both
   size_t clear_bytes, total_bytes;
 
@@ -38,7 +39,7 @@ struct Cells {
     sums = carve.take<unsigned long long>(blocks);
     clear_bytes = carve.bytes;
     block_bits = carve.take<int>(blocks);
-    ranks = carve.take<int>(words);
+    ranks = carve.take<int>(words / kRankWords);
     total_bytes = carve.bytes;
   }
 };
@@ -68,12 +69,10 @@ __device__ __forceinline__ int4 cell_at(const CoordBox& box, uint32_t key) {
   return make_int4(v[0], v[1], v[2], v[3]);
 }
 
-// Order and brick of row i at c.
-__device__ __forceinline__ void index_row(const uint32_t* bricks, const int* ranks, const CoordBox& box, int64_t i,
-                                          int4 c, int* order, Brick* table, uint32_t capacity) {
-  const auto cell = morton<uint32_t>(box, c);
-  const uint32_t word = bricks[cell / 32];
-  const int rank = ranks[cell / 32] + __popc(word & ((1u << cell % 32) - 1));
+// Order and brick of row i at c, whose Morton code is `cell`: its word of the second bitmap, and the bits before that.
+__device__ __forceinline__ void index_row(uint32_t cell, uint32_t word, int before, int64_t i, int4 c, int* order,
+                                          Brick* table, uint32_t capacity) {
+  const int rank = before + __popc(word & ((1u << cell % 32) - 1));
   order[rank] = static_cast<int>(i);
   const uint32_t mask = word >> (cell & 24) & 0xff;
   if ((mask & ((1u << (cell & 7)) - 1)) == 0) insert_brick(table, capacity, brick_key(c), rank, mask);

@@ -307,7 +307,9 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   for (int i = t; i < scan.all; i += kThreads) {
     const int4 c = made[i] = cell_at(rule.box, cell_of[i]);
-    index_row(bricks, reinterpret_cast<const int*>(brick_ranks), rule.box, i, c, order, table, capacity);
+    const auto code = morton<uint32_t>(rule.box, c);
+    const int before = reinterpret_cast<const int*>(brick_ranks)[code / 32];
+    index_row(code, bricks[code / 32], before, i, c, order, table, capacity);
   }
 }
 

@@ -167,7 +167,7 @@ class Cuda : public Backend {
 
   int64_t index_bytes(int part, int64_t capacity) const override {
     if (part == 0) return times(4, capacity);
-    return times(k::brick_capacity(capacity, -1), sizeof(k::Brick));
+    return times(k::brick_room(capacity), sizeof(k::Brick));
   }
 
   std::vector<int64_t> map_bytes(const MapCall& call) override {
@@ -192,19 +192,19 @@ class Cuda : public Backend {
     args.box = box_of(call.bounds);
     std::copy(call.bounds.low, call.bounds.low + 4, args.low);
     std::copy(call.bounds.high, call.bounds.high + 4, args.high);
-    return {static_cast<int64_t>(k::index_workspace(args.box, args.n)),
-            [call, args](const Frame& frame, unsigned char* scratch) {
-              k::OrderArgs order = args;
-              order.count = frame.at<int64_t>(call.set.count);
-              order.sized = frame.at<k::SizedStats>(call.status);
-              order.bounds = frame.at<int>(call.set.inner);
-              order.coords = frame.at<int>(call.set.coords);
-              order.order = frame.at<int>(call.set.index[0]);
-              order.workspace = scratch;
-              check(k::index_coords(order, frame.at<k::Brick>(call.set.index[1]), k::brick_capacity(order.n, -1),
-                                    stream_of(frame)),
-                    "index_coords");
-            }};
+    return {
+        static_cast<int64_t>(k::index_workspace(args.box, args.n)),
+        [call, args](const Frame& frame, unsigned char* scratch) {
+          k::OrderArgs order = args;
+          order.count = frame.at<int64_t>(call.set.count);
+          order.sized = frame.at<k::SizedStats>(call.status);
+          order.bounds = frame.at<int>(call.set.inner);
+          order.coords = frame.at<int>(call.set.coords);
+          order.order = frame.at<int>(call.set.index[0]);
+          order.workspace = scratch;
+          check(k::index_coords(order, frame.at<k::Brick>(call.set.index[1]), k::brick_room(order.n), stream_of(frame)),
+                "index_coords");
+        }};
   }
 
   Work sites(const SitesCall& call) override {
@@ -620,7 +620,7 @@ class Cuda : public Backend {
     }
     args.n_in = call.in.capacity;
     args.n_out = call.out.capacity;
-    args.capacity = k::brick_capacity(call.in.capacity, -1);
+    args.capacity = k::brick_room(call.in.capacity);
     args.sm_count = sm_count_;
     int64_t most_passes, most_uniq4;
     k::plan_room(args, &most_passes, &most_uniq4);
@@ -652,7 +652,7 @@ class Cuda : public Backend {
     args.workspace = workspace;
     check(k::order_coords(args, stream_of(frame)), "order_coords");
     check(k::build_bricks(args.coords, args.order, args.n, args.count, frame.at<k::Brick>(set.index[1]),
-                          k::brick_capacity(args.n, -1), stream_of(frame)),
+                          k::brick_room(args.n), stream_of(frame)),
           "build_bricks");
   }
 
@@ -684,7 +684,7 @@ class Cuda : public Backend {
               });
               check(k::index_cells(now.box, now.bounds, cells, call.to.capacity, frame.at<int>(call.to.coords),
                                    frame.at<int>(call.to.index[0]), frame.at<k::Brick>(call.to.index[1]),
-                                   k::brick_capacity(call.to.capacity, -1), frame.at<k::CellStats>(call.status),
+                                   k::brick_room(call.to.capacity), frame.at<k::CellStats>(call.status),
                                    frame.at<int64_t>(call.to.count), stream),
                     "index_cells");
             }};

@@ -14,10 +14,11 @@ from voxmma import _surroundings
 from voxmma._types import positive
 from voxmma.engine import ops
 from voxmma.engine.compiled import Engine
-from voxmma.engine.inputs import Input, Points, Rows, as_inputs, described, is_input, put
+from voxmma.engine.errors import EngineError
+from voxmma.engine.inputs import MOST_ROWS, Input, Points, Rows, as_inputs, described, is_input, put
 from voxmma.engine.optimise import optimise
 from voxmma.engine.program import Program, Ref
-from voxmma.engine.record import Recorder, join
+from voxmma.engine.record import Recorder, join, same_outputs
 from voxmma.engine.sets import NetworkSet
 from voxmma.engine.survey import Survey, wanted_bounds
 from voxmma.sparse.packing import Bounds
@@ -75,6 +76,9 @@ def compile(
         if its_spec != spec:
             raise TypeError(f"frames[{place}] is built as {its_spec}, the example as {spec}")
         examples.append(more)
+        described(more)
+    if not isinstance(levels, Mapping | None):
+        raise TypeError(f"levels must be a mapping of numbers to rows, got {type(levels).__name__}")
     for leaf in (leaf for leaves in examples for leaf in leaves):
         if leaf.device != device:
             raise ValueError(f"the example is on {device} and {leaf.device}")
@@ -95,9 +99,12 @@ def compile(
             runs.append(
                 (recorder, _record(recorder, model, leaves, spec, given, wanted, first, half, check_finite))
             )
-        (recorder, program), (second, _) = runs
+        (recorder, program), (second, other) = runs
         rooms = _rooms(recorder)
         program.steps, program.consts = join(recorder, second)
+        if program.spec != other.spec:
+            raise EngineError("the network returns something else for another frame")
+        same_outputs(recorder, second, program.outputs, other.outputs)
         with _surroundings.undisturbed():
             program.consts = [tensor.detach().clone() for tensor in program.consts]
             optimise(program, recorder.facts, device)
@@ -106,6 +113,8 @@ def compile(
         if not 0 <= number < len(made):
             raise ValueError(f"levels has {number}, the network's levels are 0 to {len(made) - 1}")
         made[number] = positive(rows, f"levels[{number}]")
+        if made[number] > MOST_ROWS:
+            raise ValueError(f"levels[{number}] is {made[number]:,}, at most {MOST_ROWS:,} are possible")
         need = survey.needs[program.levels[number].path]
         if made[number] < need:
             raise ValueError(f"levels[{number}] is {made[number]:,}, an example needs {need:,} rows there")

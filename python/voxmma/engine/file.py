@@ -11,6 +11,7 @@ import json
 import math
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from voxmma._version import __version__
 from voxmma.engine import ops as _ops  # noqa: F401  defines the operators
 from voxmma.engine.compiled import Engine
 from voxmma.engine.errors import EngineError
-from voxmma.engine.inputs import Grid, Input
+from voxmma.engine.inputs import MOST_ROWS, Grid, Input
 from voxmma.engine.program import (
     CELLS,
     Capacity,
@@ -42,9 +43,12 @@ from voxmma.engine.program import (
     Step,
     TensorOut,
     VoxelsOut,
+    each,
+    made,
+    reads,
 )
 from voxmma.sparse.derive import Derived
-from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.geometry import Geometry, geometry_of
 
 _FORMAT = 3
 _MAGIC = b"VXENGINE"
@@ -174,7 +178,7 @@ def _write(path: str | Path, head: dict[str, Any], tensors: Iterable[bytes], siz
     listed = [[*entry[:4], place] for entry, place in zip(head["tensors"], places, strict=False)]
     text = json.dumps({**head, "tensors": listed}, separators=(",", ":")).encode()
     prefix = _PREFIX.pack(_MAGIC, _FORMAT, 0, _up(_PREFIX.size + len(text)) + places[-1], len(text))
-    part = Path(f"{path}.{os.getpid()}.part")
+    part = Path(f"{path}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         with part.open("wb") as file:
             file.write(prefix[:_SUMMED])
@@ -319,6 +323,97 @@ def _derived(geometry: Any, to_children: bool, shape: list[int] | None) -> Deriv
     return Derived(_geometry(geometry), bool(to_children), _triple(shape))
 
 
+#: Of each kind of report, what its number counts.
+_REPORTS = {
+    "index": "levels", "voxels": "levels", "sites": "levels", "dense": "levels", "points": "levels",
+    "map": "plans", "finite": "inputs",
+}  # fmt: skip
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise EngineError(f"the program is damaged: {what}")
+
+
+def _check_steps(program: Program) -> None:
+    """EngineError unless tensors are there when they are read, and indices of sets and kernel maps are what
+    the operators make.
+
+    Kernels trust these: those that a file brings along might have them read and write anywhere.
+    """
+    there = {ref.number for ref in program.inputs}
+    most = {Const: len(program.consts), Capacity: len(program.levels), Room: len(program.plans)}
+    trusted: set[tuple[int, ...]] = set()
+    for step in program.steps:
+        name, given, outs = step.func._schema.name, step.named(), made(step)
+        ours = name.startswith("voxmma::")
+        _require(there.issuperset(reads(step, Ref)), f"{name} reads a tensor that is not there")
+        for kind, count in most.items():
+            named = [
+                value for place in each([step.args, step.kwargs], kind) for value in vars(place).values()
+            ]
+            _require(
+                all(number < count for number in named), f"{name} has a {kind.__name__} that there is not"
+            )
+        _require(
+            all(type(number) is int and number >= 0 for number in outs), f"{name} makes a nameless tensor"
+        )
+        _require(ours or not set().union(*trusted).intersection(reads(step, Ref)), f"{name} has an index")
+        sets = given.get("sets", [])
+        indices = [sets[at + 2 : at + 5] for at in range(0, len(sets), 5)]
+        if "inner" in given:
+            indices.append([given["inner"], given["first"], given["second"]])
+        indices += [given[what] for what in ("map", "map_t") if ours and given.get(what)]
+        for index in indices:
+            numbers = tuple(place.number for place in index if isinstance(place, Ref))
+            _require(numbers in trusted, f"{name} has an index or kernel map that no operator made")
+        if name in ("voxmma::sized_index", "voxmma::sized_sites"):
+            trusted.add(tuple(outs[-4:-1]))
+        if name == "voxmma::sized_maps":
+            count = max(len(given["inputs"]), 1)
+            some = (len(outs) - 1) // count
+            trusted |= {tuple(outs[at : at + some]) for at in range(0, count * some, some)}
+        values = [*given.get("geometry", []), *given.get("geometries", [])] if ours else []
+        for at in range(0, len(values), 12):
+            size, stride, dilation, padding = (values[at + i : at + i + 3] for i in range(0, 12, 3))
+            geometry_of(size, dilation, stride, padding)
+        there.update(outs)
+        _require(there.issuperset(step.frees), f"{name} frees a tensor that is not there")
+        there.difference_update(step.frees)
+    for place in program.places():
+        ok = place.number in there if isinstance(place, Ref) else place.number < len(program.consts)
+        _require(ok, "a result is not there")
+
+
+def _check(
+    program: Program, inputs: Sequence[Input], capacities: list[int], rooms: list[float], needs: list[int]
+) -> None:
+    """EngineError unless the parts of an engine fit each other."""
+    levels, plans = len(program.levels), len(program.plans)
+    _check_steps(program)
+    _require(len(capacities) == len(needs) == levels and len(rooms) == plans, "a level or map has no size")
+    _require(all(1 <= rows <= MOST_ROWS for rows in capacities), f"capacities are {capacities}")
+    _require(all(room >= 0 for room in rooms), f"rooms are {rooms}")
+    for number, level in enumerate(program.levels):
+        _require(-1 <= level.parent < number and len(level.bounds) == 8, f"level {number} is made of none")
+    sparse = [given.root for given in inputs if given.sparse]
+    roots = sum(level.parent < 0 for level in program.levels)
+    _require(sparse == list(range(roots)) and roots > 0, "an input is of no level")
+    _require(sum(given.count for given in inputs) == len(program.inputs), "an input is not in the program")
+    for plan in program.plans:
+        _require(0 <= plan.source < levels and 0 <= plan.target < levels, "a kernel map is of no level")
+    most = {"levels": levels, "plans": plans, "inputs": roots}
+    for report in program.reports:
+        low = -1 if report.kind == "points" else 0
+        _require(
+            low <= report.number < most[_REPORTS[report.kind]] and report.line >= 0, "a report is of nothing"
+        )
+    for out in program.outputs:
+        if isinstance(out, VoxelsOut | TensorOut):
+            low = 0 if isinstance(out, VoxelsOut) else -1
+            _require(low <= out.level < levels, "a result is of no level")
+
+
 def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
     """Reads an engine that `Engine.save` wrote; runs no code that the file brings along.
 
@@ -393,8 +488,10 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
             )
             for given in head["inputs"]
         ]
+        built, rooms = pytree.treespec_loads(head["built"]), [reader.decoded(room) for room in head["rooms"]]
+        _check(program, inputs, head["capacities"], rooms, head["needs"])
+        _require(built.num_leaves == len(inputs), "an input has no place")
+        _require(program.spec.num_leaves == len(program.outputs), "a result has no place")
         return Engine(
-            program, inputs, pytree.treespec_loads(head["built"]), head["capacities"],
-            [reader.decoded(room) for room in head["rooms"]], target,
-            bool(head["grow"]), head["needs"],
-        )  # fmt: skip
+            program, inputs, built, head["capacities"], rooms, target, bool(head["grow"]), head["needs"]
+        )

@@ -7,6 +7,7 @@ between the runs depends on the frame in a way that no program could follow, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from voxmma.engine.program import (
     VoxelsOut,
     each,
     leaves,
+    places,
     reads,
 )
 from voxmma.engine.sets import NetworkSet
@@ -47,6 +49,9 @@ from voxmma.sparse.derive import Derived
 from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.packing import Bounds
 from voxmma.sparse.tensor import Voxels
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""what a network may return beside tensors"""
 
 
 class Recorder(TorchDispatchMode):
@@ -259,10 +264,37 @@ class Recorder(TorchDispatchMode):
             return TensorOut(self.level_of(leaf), self.place(leaf))
         if isinstance(leaf, CoordSet):
             raise EngineError("the network returns a coordinate set: return voxels on it")
+        if not isinstance(leaf, _PLAIN):
+            raise EngineError(
+                f"the network returns a {type(leaf).__name__}, which an engine does not look into: return "
+                "voxels and tensors in tuples, lists and dictionaries"
+            )
         return leaf
 
 
 # ---- two runs ----------------------------------------------------------------------------------------------
+
+
+def same_outputs(first: Recorder, second: Recorder, a: Sequence[Any], b: Sequence[Any]) -> None:
+    """EngineError unless two runs return the same: tensors of the same place, and the same plain values."""
+    for x, y in zip(a, b, strict=True):
+        if isinstance(x, VoxelsOut) and isinstance(y, VoxelsOut):
+            alike = (x.level, x.stride) == (y.level, y.stride)
+        elif isinstance(x, TensorOut) and isinstance(y, TensorOut):
+            alike = x.level == y.level
+        else:
+            alike = type(x) is type(y) and (x == y or x != x)
+        pairs = zip(places(x), places(y), strict=False)
+        if not alike or not all(_same_tensor(first, second, p, q) for p, q in pairs):
+            said = "" if places(x) else f": {x!r}, which depends on the number of rows"
+            raise EngineError(f"the network returns something else for another frame{said}")
+
+
+def _same_tensor(first: Recorder, second: Recorder, a: Any, b: Any) -> bool:
+    if not (isinstance(a, Const) and isinstance(b, Const)):
+        return bool(a == b)
+    x, y = first.consts[a.number], second.consts[b.number]
+    return x is y or (x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y))
 
 
 def join(first: Recorder, second: Recorder) -> tuple[list[Step], list[Tensor]]:
@@ -296,9 +328,7 @@ def _joined(func: Any, name: str | int, a: Any, b: Any, first: Recorder, second:
             raise rules.refuse(func, "its arguments depend on the frame")
         return [_joined(func, name, x, y, first, second) for x, y in zip(a, b, strict=True)]
     if isinstance(a, Const):
-        x, y = first.consts[a.number], second.consts[b.number]
-        alike = x is y or (x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y))
-        if not alike:
+        if not _same_tensor(first, second, a, b):
             raise rules.refuse(
                 func, "one of its operands depends on the frame and was not made by an operator"
             )

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from voxmma import _surroundings
+from voxmma._dynamo import eager
 from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
 from voxmma.engine.program import CELLS, TensorOut, VoxelsOut
@@ -63,6 +64,7 @@ class Result:
         """Whether the device has finished the frame; does not wait."""
         return self._device is None or bool(self._device[2].query())
 
+    @eager
     def get(self) -> Any:
         """The network's result, built as the network returned it."""
         with self._lock:

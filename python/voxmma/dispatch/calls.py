@@ -53,8 +53,8 @@ def call(
 ) -> Voxels:
     """A convolution of Voxels: arguments, result and errors as of voxmma.nn.functional.spatially_sparse_conv.
 
-    `then`: what follows it, in the same launch where it can be (`Epilogue.fits`), which `explain` says. A
-    call like an earlier one on the same coordinates takes its map, tiles and record over (`Repeat`).
+    `then`: what follows it, done in the same launch or not at all (`Epilogue`). A call like an earlier one on
+    the same coordinates takes its map, tiles and record over (`Repeat`).
     """
     key = place = known = None
     compiling = torch.compiler.is_compiling()
@@ -93,8 +93,7 @@ def call(
     rows, feats = out.expand(made.y)
     if key is not None and rows is out:
         _keep(key, config, x, mapping, stride, coords is not None, kernel_map is not None, made)
-    y = Voxels._make(rows, feats, stride, made.record, made.applied)
-    return y if then is None or made.applied else then.apply(y)
+    return Voxels._make(rows, feats, stride, made.record, made.applied)
 
 
 @eager
@@ -378,25 +377,22 @@ class Repeat(NamedTuple):
         coords.use(self.made)
         if self.dtype is not None:
             feats = feats.to(self.dtype)
-        applied: tuple[str, ...] = ()
-        if self.prepared is None or has_torch_function((feats, weight, bias)):
+        prepared, y, applied = self.prepared, None, ()
+        if prepared is None or has_torch_function((feats, weight, bias)):
             y = _launch(self.op, (feats, _kernel(self.config, weight), bias, *self.operands))
-        elif then is None:
-            y = self.prepared(feats, weight, bias)
-        elif not observed() and then.fits(
-            feats, weight, bias, self.record.out_dtype, out, _channels(self.config, weight)
-        ):
-            y, applied = then.run(self.prepared, feats, weight, bias), then.names()
-        else:
-            y = self.prepared(feats, weight, bias)
+        elif then is not None and not observed():
+            channels = _channels(self.config, weight)
+            y = then.run(prepared, feats, weight, bias, self.record.out_dtype, out, channels)
+            applied = () if y is None else then.names()
+        if y is None:
+            y = prepared(feats, weight, bias)  # type: ignore[misc]
         if listening():
             notify(self.record)
         if observed():
             mapping = KernelMap(coords, out, self.core, self.reverse)
             observe(feats, _kernel(self.config, weight), bias, mapping, y, self.record)
         stride = x._stride if self.route is None else self.route.out_stride
-        made = Voxels._make(out, y, stride, self.record, applied)
-        return made if then is None or applied else then.apply(made)
+        return Voxels._make(out, y, stride, self.record, applied)
 
 
 def _keep(
@@ -526,16 +522,14 @@ def _convolve(
     parts = _parts(tile, n_out, mapping.kernel_volume, x.shape[1], channels, config.groups, feats.device)
     plain = not (scaled or torch.compiler.is_compiling() or has_torch_function((x, weight, bias)))
     prepared = _C.PreparedConv(*operands, config.stored) if plain else None  # names take a microsecond
+    y = None
     if prepared is None:
         y = _launch(op, (x, _kernel(config, weight), bias, *operands))
-    elif (
-        then is not None
-        and not observed()
-        and then.fits(x, weight, bias, written or compute_dtype, mapping.out_coords, channels)
-    ):
-        y, applied = then.run(prepared, x, weight, bias), then.names()
-    else:
-        y = prepared(x, weight, bias)
+    elif then is not None and not observed():
+        y = then.run(prepared, x, weight, bias, written or compute_dtype, mapping.out_coords, channels)
+        applied = () if y is None else then.names()
+    if y is None:
+        y = prepared(x, weight, bias)  # type: ignore[misc]
     record = _record(config.layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
     notify(record)
     observe(x, _kernel(config, weight) if observed() else weight, bias, mapping, y, record)

@@ -135,8 +135,9 @@ def epilogue_of(layers: Sequence[nn.Module | Add], first: int, x: Tensor) -> tup
         if type(after) in _NORMS:
             found = training_norm_of(after, x) if after.training else norm_of(after)
             at += found is not None
-    if at < end and type(layers[at]) is Add:
-        residual = layers[at].residual  # type: ignore[union-attr]
+    add = layers[at] if at < end else None
+    if isinstance(add, Add):
+        residual = add.residual
         at += 1
     if at < end:
         act = activation_of(layers[at])
@@ -159,7 +160,7 @@ def run_layers(layers: Sequence[nn.Module | Add], x: Any, beside: tuple[Voxels, 
     while at < count:
         layer = layers[at]
         at += 1
-        if type(layer) is Add:
+        if isinstance(layer, Add):
             x = layer.residual + x if layer.first else x + layer.residual
             continue
         if not single and isinstance(x, Voxels):

@@ -98,7 +98,7 @@ def call(
             if len(_decided) >= 4096:
                 _decided.clear()
             _decided[place] = known
-    if out is not mapping.out_coords:
+    if out._full is not None:  # the result is on other rows
         key = None
     back, route = _opposite(mapping, x._feats), None
     if key is not None and not mapping.symmetric:

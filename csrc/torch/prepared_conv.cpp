@@ -54,9 +54,23 @@ struct PreparedConv {
                          out);
   }
 
-  // conv and norm_act as one node.
-  Tensor trained(const Tensor& x, const Tensor& weight, const OptTensor& bias, const NormCall& norm,
-                 const OptTensor& norm_weight, const OptTensor& norm_bias, const OptTensor& residual) const {
+  // conv and norm_act as one node. None where norm_act would not take what conv makes, or torch's batch norm not these numbers.
+  OptTensor trained(const Tensor& x, const Tensor& weight, const OptTensor& bias, const NormCall& norm,
+                    const OptTensor& norm_weight, const OptTensor& norm_bias, const OptTensor& residual) const {
+    const ScalarType type = out_dtype.value_or(x.scalar_type()), wide = sum_type(type);
+    if (n_out < 2 || norm.running_mean.has_value() != norm.running_var.has_value()) return std::nullopt;
+    for (const OptTensor* number : {&norm.running_mean, &norm.running_var, &norm_weight, &norm_bias}) {
+      if (!number->has_value()) continue;
+      const ScalarType given = (*number)->scalar_type();
+      if ((given != type && given != wide) || !(*number)->is_contiguous()) return std::nullopt;
+    }
+    if (norm.running_mean.has_value() && norm.running_mean->scalar_type() != norm.running_var->scalar_type()) {
+      return std::nullopt;
+    }
+    if (residual.has_value()) {
+      const int64_t channels = stored ? weight.size(0) : weight.size(-1) * (weight.dim() == 4 ? weight.size(1) : 1);
+      if (residual->scalar_type() != type || residual->size(1) != channels) return std::nullopt;
+    }
     check_unwritten(*shared);
     NoAutocast no_autocast;
     return conv_norm_act(shared, n_out, out_dtype, norm, x, weight, stored, bias, norm_weight, norm_bias, residual);

@@ -83,7 +83,8 @@ def spread(network: nn.Module, settings: Settings, group: Group) -> nn.Module:
         network = SyncBatchNorm.convert_sync_batchnorm(network)
     if not settings.fsdp:
         ids = [group.device] if group.device.type == "cuda" else None
-        return DDP(network, ids)
+        alike = settings.sync_bn  # statistics of norms are the same on all processes: nothing to send
+        return DDP(network, ids, broadcast_buffers=not alike, gradient_as_bucket_view=True)
     mesh = init_device_mesh(group.device.type, (group.world,))
     for stages in ("encoder", "decoder"):
         for stage in network.get_submodule(stages).children():

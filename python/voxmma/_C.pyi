@@ -267,8 +267,9 @@ class PreparedConv:
         residual: Tensor | None,
         activation: str,
         slope: float,
-    ) -> Tensor:
-        """torch.ops.voxmma.conv and norm_act, as one node of the graph."""
+    ) -> Tensor | None:
+        """torch.ops.voxmma.conv and norm_act, as one node of the graph; None where norm_act does not take
+        such rows or numbers."""
 
 def operand_facts(x: Tensor, weight: Tensor, bias: Tensor | None) -> bytes | None:
     """Types and shapes of the operands, autocast, inference mode; None where they are on several devices."""

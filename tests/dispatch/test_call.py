@@ -24,7 +24,7 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls that were not repeats of another one on the same coordinates, in order."""
-    return counted(monkeypatch, "_decision")
+    return counted(monkeypatch, "_prepare")
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:

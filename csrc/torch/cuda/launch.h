@@ -5,6 +5,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
@@ -44,10 +45,20 @@ struct Launch {
   // The one way in which the host waits for the device; torch.cuda.set_sync_debug_mode sees it.
   void wait() const;
 
+  // The first asks torch's dispatcher, the others the allocator that its memory came from, which is torch's of the moment.
   Tensor empty(at::IntArrayRef sizes, ScalarType dtype) const {
-    return at::empty(sizes, at::TensorOptions().dtype(dtype).device(device));
+    if (allocator == nullptr) {
+      Tensor made = at::empty(sizes, at::TensorOptions().dtype(dtype).device(device));
+      allocator = made.storage().allocator();
+      return made;
+    }
+    return at::detail::empty_generic(sizes, allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype,
+                                     std::nullopt);
   }
   Tensor scratch(size_t bytes) const { return empty({static_cast<int64_t>(bytes)}, at::kByte); }
+
+ private:
+  mutable c10::Allocator* allocator = nullptr;
 };
 
 template <class T>

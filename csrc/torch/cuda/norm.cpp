@@ -85,7 +85,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_act_backward_cuda(const Tensor& 
   const Launch on(x.device());
   const Tensor dx = on.empty(x.sizes(), x.scalar_type());
   const Tensor dresidual = on.empty(residual_gradient ? x.sizes() : at::IntArrayRef({0}), x.scalar_type());
-  const Tensor dweight = on.empty({x.size(1)}, stats.scalar_type()), dbias = at::empty_like(dweight);
+  const ScalarType wide = stats.scalar_type();
+  const Tensor dweight = on.empty({x.size(1)}, wide), dbias = on.empty({x.size(1)}, wide);
   Owners own;
   NormArgs args = norm_args(on, x, residual, activation, slope, stats, own);
   if (passed.has_value()) {

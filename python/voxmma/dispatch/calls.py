@@ -32,7 +32,7 @@ from voxmma.ops.kernels import accumulator_label, parse_accumulator
 from voxmma.sparse.ahead import meet
 from voxmma.sparse.cached import Made, keep
 from voxmma.sparse.coords import _KEPT, CoordSet
-from voxmma.sparse.cores import MapCore
+from voxmma.sparse.cores import Direction, MapCore
 from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.levels import finer_set
 from voxmma.sparse.maps import KernelMap, traceable
@@ -53,8 +53,8 @@ def call(
 ) -> Voxels:
     """A convolution of Voxels: arguments, result and errors as of voxmma.nn.functional.spatially_sparse_conv.
 
-    `then`: what follows it, in the same launch where it can be (`Epilogue.fits`), which `explain` says. A
-    call like an earlier one on the same coordinates takes its map, tiles and record over (`Repeat`).
+    `then`: what follows it, done in the same launch or not at all (`Epilogue`). A call like an earlier one on
+    the same coordinates takes its map, tiles and record over (`Repeat`).
     """
     key = place = known = None
     compiling = torch.compiler.is_compiling()
@@ -65,7 +65,10 @@ def call(
             if again is not None:
                 out = again.leads_to(x)
                 if out is not None:
-                    return again.run(x, weight, bias, out, then)
+                    x._coord_set.use(again.made)
+                    stride = x._stride if again.route is None else again.route.out_stride
+                    y, applied = again.run(x._coord_set, x._feats, weight, bias, out, then)
+                    return Voxels._make(out, y, stride, again.record, applied)
             if key is not None:
                 place = config, x._feats.device, key[1]
                 known = _decided.get(place)
@@ -88,13 +91,26 @@ def call(
         if config.stored:
             config, weight = replace(config, stored=False), _kernel(config, weight)
         weight = weight.flip(0)  # the opposite direction of a symmetric map is the map with mirrored offsets
-    dtype = _compute_dtype(config, x.feats, weight, bias) if known is None else known.dtype
-    made = _convolve(config, x.feats, weight, bias, mapping, dtype, place, then)
-    rows, feats = out.expand(made.y)
-    if key is not None and rows is out:
-        _keep(key, config, x, mapping, stride, coords is not None, kernel_map is not None, made)
-    y = Voxels._make(rows, feats, stride, made.record, made.applied)
-    return y if then is None or made.applied else then.apply(y)
+    if known is None or not known.holds():
+        dtype = _compute_dtype(config, x.feats, weight, bias) if known is None else known.dtype
+        known = _decide(config, _kernel(config, weight), x.device, dtype)
+        if place is not None:
+            if len(_decided) >= 4096:
+                _decided.clear()
+            _decided[place] = known
+    if out._full is not None:  # the result is on other rows
+        key = None
+    back, route = _opposite(mapping, x._feats), None
+    if key is not None and not mapping.symmetric:
+        route = _route(key, config, x, mapping, back, stride, coords is not None, kernel_map is not None)
+    made = _prepare(config, x._feats, weight, mapping, back, known, route)
+    y, applied = made.run(mapping.in_coords, x._feats, weight, bias, mapping.out_coords, then)
+    if key is not None:
+        with x._coord_set._index.lock:
+            x._coord_set.calls.pop(key, None)
+            keep(x._coord_set.calls, key, made, _KEPT["calls"])
+    rows, feats = out.expand(y)
+    return Voxels._make(rows, feats, stride, made.record, applied)
 
 
 @eager
@@ -232,21 +248,6 @@ Place = tuple[ConvConfig, torch.device, bytes]
 _decided: dict[Place, _Decision] = {}
 
 
-def _decision(
-    config: ConvConfig, weight: Tensor, device: torch.device, dtype: torch.dtype, place: Place | None
-) -> _Decision:
-    """The decision for a call that computes in `dtype`; kept where it has a `place`."""
-    if place is None:
-        return _decide(config, _kernel(config, weight), device, dtype)
-    found = _decided.get(place)
-    if found is None or not found.holds():
-        found = _decide(config, _kernel(config, weight), device, dtype)
-        if len(_decided) >= 4096:
-            _decided.clear()
-        _decided[place] = found
-    return found
-
-
 def _decide(config: ConvConfig, weight: Tensor, device: torch.device, dtype: torch.dtype) -> _Decision:
     (runtime, environment), tuned = settings.state(), measurements.generation()
     accumulator, groups = config.accumulator, config.groups
@@ -371,82 +372,99 @@ class Repeat(NamedTuple):
         return x._coord_set if self.route is None else self.route.leads_to(x)
 
     def run(
-        self, x: Voxels, weight: Tensor, bias: Tensor | None, out: CoordSet, then: Epilogue | None
-    ) -> Voxels:
-        """The call itself, and what follows it."""
-        coords, feats = x._coord_set, x._feats
-        coords.use(self.made)
+        self,
+        coords: CoordSet,
+        feats: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: CoordSet,
+        then: Epilogue | None,
+    ) -> tuple[Tensor, tuple[str, ...]]:
+        """The call itself, from rows on `coords` to rows on `out`; and what followed in it, by name."""
         if self.dtype is not None:
             feats = feats.to(self.dtype)
+        prepared, y = self.prepared, None
         applied: tuple[str, ...] = ()
-        if self.prepared is None or has_torch_function((feats, weight, bias)):
+        if prepared is None or has_torch_function((feats, weight, bias)):
             y = _launch(self.op, (feats, _kernel(self.config, weight), bias, *self.operands))
-        elif then is None:
-            y = self.prepared(feats, weight, bias)
-        elif not observed() and then.fits(
-            feats, weight, bias, self.record.out_dtype, out, _channels(self.config, weight)
-        ):
-            y, applied = then.run(self.prepared, feats, weight, bias), then.names()
-        else:
-            y = self.prepared(feats, weight, bias)
+        elif then is not None and not observed():
+            channels = _channels(self.config, weight)
+            y = then.run(prepared, feats, weight, bias, self.record.out_dtype, out, channels)
+            applied = () if y is None else then.names()
+        if y is None:
+            y = prepared(feats, weight, bias)  # type: ignore[misc]
         if listening():
             notify(self.record)
         if observed():
             mapping = KernelMap(coords, out, self.core, self.reverse)
             observe(feats, _kernel(self.config, weight), bias, mapping, y, self.record)
-        stride = x._stride if self.route is None else self.route.out_stride
-        made = Voxels._make(out, y, stride, self.record, applied)
-        return made if then is None or applied else then.apply(made)
+        return y, applied
 
 
-def _keep(
+def _prepare(
+    config: ConvConfig,
+    feats: Tensor,
+    weight: Tensor,
+    mapping: KernelMap,
+    back: Direction | None,
+    decision: _Decision,
+    route: _Route | None = None,
+) -> Repeat:
+    """What runs over `mapping`, for operands that have been checked."""
+    dtype, requested, decided_by, plan, chunk, scaled, *_ = decision
+    ran, _, tile, dgrad_tile, wgrad_tile = plan
+    here = mapping._direction()
+    op, written = torch.ops.voxmma.conv, config.out_dtype
+    if scaled:
+        op, written = torch.ops.voxmma.conv_rescaled, config.out_dtype or dtype
+    n_out = mapping.out_coords.num
+    over = here.tensors, [] if back is None else back.tensors, n_out, mapping.symmetric, False
+    operands = (*over, ran, tile, dgrad_tile, wgrad_tile, written)
+    prepared = None
+    if not (scaled or torch.compiler.is_compiling()):
+        make: Any = _C.PreparedConv  # mypy does not know how many operands there are
+        prepared = make(*operands, config.stored)  # names take a microsecond
+    channels, out_dtype = _channels(config, weight), written or dtype
+    parts = _parts(tile, n_out, mapping.kernel_volume, feats.shape[1], channels, config.groups, feats.device)
+    record = _record(config.layer, requested, decided_by, plan, chunk, dtype, out_dtype, scaled, parts)
+    cast = None if feats.dtype == dtype else dtype
+    core, reverse = mapping._core, mapping.reverse
+    return Repeat(config, core, reverse, decision, op, operands, prepared, cast, record, here.made, route)
+
+
+def _opposite(mapping: KernelMap, feats: Tensor) -> Direction | None:
+    """The map that the input gradient runs over, where one is asked for and it is another; the weight
+    gradient runs over `mapping`."""
+    if mapping.symmetric or not (torch.is_grad_enabled() and feats.requires_grad):
+        return None
+    return mapping.transposed()._direction()
+
+
+def _route(
     key: Key,
     config: ConvConfig,
     x: Voxels,
     mapping: KernelMap,
+    back: Direction | None,
     stride: Triple,
     given_coords: bool,
     given_map: bool,
-    made: _Result,
-) -> None:
-    """Keeps what was decided for the calls that are like this one."""
+) -> _Route:
+    """Where calls go that are like this one, over a map that is not its own opposite."""
     coords, out = x._coord_set, mapping.out_coords
-    route = None
-    if not mapping.symmetric:
-        own = out is coords
-        target = None if own else weakref.ref(out, functools.partial(_drop, weakref.ref(coords), key))
-        moves = config.stride != (1, 1, 1) and not given_map
-        asks = moves and config.transposed and not config.generative and not given_coords
-        told = moves and not config.transposed and given_coords and not own
-        route = _Route(
-            target,
-            mapping.transposed().made if made.operands[1] else None,
-            x._stride,
-            stride,
-            config.stride if asks else None,
-            asks and finer_set(coords, config.stride) is out,
-            config.geometry if told else None,
-        )
-    dtype, prepared = made.record.compute_dtype, made.prepared
-    if prepared is None and made.op is torch.ops.voxmma.conv:
-        make: Any = _C.PreparedConv  # mypy does not know how many operands there are
-        prepared = make(*made.operands, config.stored)
-    repeat = Repeat(
-        config,
-        mapping.core,
-        mapping.reverse,
-        made.decision,
-        made.op,
-        made.operands,
-        prepared,
-        None if x._feats.dtype == dtype else dtype,
-        made.record,
-        mapping.made,
-        route,
+    own = out is coords
+    moves = config.stride != (1, 1, 1) and not given_map
+    asks = moves and config.transposed and not config.generative and not given_coords
+    told = moves and not config.transposed and given_coords and not own
+    return _Route(
+        None if own else weakref.ref(out, functools.partial(_drop, weakref.ref(coords), key)),
+        None if back is None else back.made,
+        x._stride,
+        stride,
+        config.stride if asks else None,
+        asks and finer_set(coords, config.stride) is out,
+        config.geometry if told else None,
     )
-    with coords._index.lock:
-        coords.calls.pop(key, None)
-        keep(coords.calls, key, repeat, _KEPT["calls"])
 
 
 def _drop(owner: weakref.ref[CoordSet], key: Key, target: weakref.ref[CoordSet]) -> None:
@@ -458,21 +476,6 @@ def _drop(owner: weakref.ref[CoordSet], key: Key, target: weakref.ref[CoordSet])
 
 
 # ---- rows over a map ---------------------------------------------------------------------------------------
-
-
-class _Result(NamedTuple):
-    """A convolution that ran, and what it was decided by."""
-
-    y: Tensor
-    record: Record
-    op: Callable[..., Tensor]
-    operands: tuple[Any, ...]
-    """the op's arguments from `map` on"""
-    decision: _Decision
-    applied: tuple[str, ...] = ()
-    """what the launch did besides, by name"""
-    prepared: _C.PreparedConv | None = None
-    """torch.ops.voxmma.conv with these operands, if it was that which ran"""
 
 
 def convolve(
@@ -494,52 +497,10 @@ def convolve(
     Returns:
         ((n_out, C_out), record).
     """
-    made = _convolve(config, feats, weight, bias, mapping, compute_dtype)
-    return made.y, made.record
-
-
-def _convolve(
-    config: ConvConfig,
-    feats: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mapping: KernelMap,
-    compute_dtype: torch.dtype,
-    place: Place | None = None,
-    then: Epilogue | None = None,
-) -> _Result:
-    decision = _decision(config, weight, feats.device, compute_dtype, place)
-    requested, decided_by, plan = decision.requested, decision.decided_by, decision.plan
-    chunk, scaled = decision.chunk, decision.scaled
-    ran, _, tile, dgrad_tile, wgrad_tile = plan
-    needs_grad = torch.is_grad_enabled() and feats.requires_grad  # the weight gradient runs over `mapping`
-    opposite = [] if mapping.symmetric or not needs_grad else mapping.transposed().tensors
-    x = feats if feats.dtype == compute_dtype else feats.to(compute_dtype)
-    op, written = torch.ops.voxmma.conv, config.out_dtype
-    if scaled:
-        op, written = torch.ops.voxmma.conv_rescaled, config.out_dtype or compute_dtype
-    n_out = mapping.out_coords.num
-    over = mapping.tensors, opposite, n_out, mapping.symmetric, False
-    operands = (*over, ran, tile, dgrad_tile, wgrad_tile, written)
-    applied: tuple[str, ...] = ()
-    channels = _channels(config, weight)
-    parts = _parts(tile, n_out, mapping.kernel_volume, x.shape[1], channels, config.groups, feats.device)
-    plain = not (scaled or torch.compiler.is_compiling() or has_torch_function((x, weight, bias)))
-    prepared = _C.PreparedConv(*operands, config.stored) if plain else None  # names take a microsecond
-    if prepared is None:
-        y = _launch(op, (x, _kernel(config, weight), bias, *operands))
-    elif (
-        then is not None
-        and not observed()
-        and then.fits(x, weight, bias, written or compute_dtype, mapping.out_coords, channels)
-    ):
-        y, applied = then.run(prepared, x, weight, bias), then.names()
-    else:
-        y = prepared(x, weight, bias)
-    record = _record(config.layer, requested, decided_by, plan, chunk, compute_dtype, y.dtype, scaled, parts)
-    notify(record)
-    observe(x, _kernel(config, weight) if observed() else weight, bias, mapping, y, record)
-    return _Result(y, record, op, operands, decision, applied, prepared)
+    decision = _decide(config, _kernel(config, weight), feats.device, compute_dtype)
+    made = _prepare(config, feats, weight, mapping, _opposite(mapping, feats), decision)
+    y, _ = made.run(mapping.in_coords, feats, weight, bias, mapping.out_coords, None)
+    return y, made.record
 
 
 def _launch(op: Callable[..., Tensor], operands: tuple[Any, ...]) -> Tensor:

@@ -129,22 +129,20 @@ def epilogue_of(layers: Sequence[nn.Module | Add], first: int, x: Tensor) -> tup
     """What may follow a convolution of rows `x`, of the layers from `first` on: norm, sum, activation, in
     this order; and the layer after it. None where nothing may."""
     at, end = first, len(layers)
-    found = otherwise = None
-    if at < end and type(layers[at]) in _NORMS:
+    found = residual = act = None
+    if at < end:
         after: Any = layers[at]
-        found = training_norm_of(after, x) if after.training else norm_of(after)
-    at += found is not None
+        if type(after) in _NORMS:
+            found = training_norm_of(after, x) if after.training else norm_of(after)
+            at += found is not None
     add = layers[at] if at < end else None
-    at += isinstance(add, Add)
-    act = activation_of(layers[at]) if at < end else None
-    at += act is not None
-    if at == first:
-        return None, at
-    if found is not None and found.momentum is not None:
-        otherwise = functools.partial(run_layers, layers[first:at])
     if isinstance(add, Add):
-        return Epilogue(found, add.residual, act, add.first, otherwise), at
-    return Epilogue(found, None, act, False, otherwise), at
+        residual = add.residual
+        at += 1
+    if at < end:
+        act = activation_of(layers[at])
+        at += act is not None
+    return (None if at == first else Epilogue(found, residual, act)), at
 
 
 def run_layers(layers: Sequence[nn.Module | Add], x: Any, beside: tuple[Voxels, ...] = ()) -> Any:
@@ -157,27 +155,27 @@ def run_layers(layers: Sequence[nn.Module | Add], x: Any, beside: tuple[Voxels, 
     of the graph, in which norm, sum and activation share their passes, as without a convolution before them.
     Otherwise each runs by itself.
     """
-    at = 0
+    at, count = 0, len(layers)
     single = torch.compiler.is_compiling() or watched(x)
-    while at < len(layers):
+    while at < count:
         layer = layers[at]
         at += 1
         if isinstance(layer, Add):
             x = layer.residual + x if layer.first else x + layer.residual
             continue
-        if not single and type(layer) in _CONVOLUTIONS and isinstance(x, Voxels) and untouched(layer):
-            conv: Any = layer
-            own = conv._parameters
-            then, end = epilogue_of(layers, at, x._feats)
-            if "weight" in own and "bias" in own:
-                if beside and end == len(layers) and _writes_beside(then):
-                    otherwise = functools.partial(run_layers, layers[at:end], beside=beside)
-                    then, beside = (then or Epilogue())._replace(otherwise=otherwise, beside=beside), ()
-                if then is not None:
-                    x = call(conv.config, x, own["weight"], own["bias"], then=then)
-                    at = end
-                    continue
         if not single and isinstance(x, Voxels):
+            if type(layer) in _CONVOLUTIONS and untouched(layer):
+                conv: Any = layer
+                own = conv._parameters
+                if "weight" in own and "bias" in own:
+                    then, end = epilogue_of(layers, at, x._feats)
+                    last = end == count and bool(beside) and _writes_beside(then)
+                    if last:
+                        then = (then or Epilogue())._replace(beside=beside)
+                    x = call(conv.config, x, own["weight"], own["bias"], then=then)
+                    if then is not None and x._applied:
+                        at, beside = end, () if last else beside
+                    continue
             trained = training_norm_of(layer, x._feats)
             end = at if trained is None else at + behind_training(trained, layers, at, x)
             if trained is not None and end > at:

@@ -203,7 +203,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         then: Epilogue | None = None,
     ) -> SparseConvTensor:
         """SparseConvTensor of in_channels -> of out_channels; `add_input`: added before the activation.
-        `then`: norm and activation for the same launch (SparseSequential).
+        `then`: norm and activation, done in the same launch or not at all (SparseSequential).
 
         Raises:
             TypeError: input is no SparseConvTensor.

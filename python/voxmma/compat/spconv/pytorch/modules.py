@@ -118,7 +118,8 @@ class SparseSequential(SparseModule):
                 continue
             if not single and _opens(layer):
                 then, end = epilogue_of(layers, at, input._features)
-                input, at = layer.forward(input, None, then), end  # nothing watches its call
+                input = layer.forward(input, None, then)  # nothing watches its call
+                at = end if input._applied else at
                 continue
             if isinstance(layer, _TAKE_TENSORS):
                 input = layer(input)

@@ -346,7 +346,8 @@ def test_writes_into_indices_are_seen(device: torch.device) -> None:
 
 
 def test_voxels_may_come_twice(device: torch.device) -> None:
-    """All rows stay; layers see the first of each, and every row gets its voxel's result."""
+    """All rows stay; strided layers see the first of each, and inverse ones give every row its voxel's
+    result."""
     x = small(3, (9, 8, 7), device)
     twice = torch.cat([torch.arange(len(x.features)), torch.tensor([0, 5, 5])]).to(device)
     features = x.features[twice].clone()
@@ -360,6 +361,31 @@ def test_voxels_may_come_twice(device: torch.device) -> None:
     net.double().to(device)
     torch.testing.assert_close(net(y).features, net(x).features[twice])
     assert torch.equal(net(y).indices, y.indices) and torch.equal(y.dense(), x.dense())
+
+
+@pytest.mark.parametrize("size", [3, 1])
+def test_a_row_that_comes_twice_keeps_its_own_features(device: torch.device, size: int) -> None:
+    """Submanifold layers: the middle of a row's window is the row itself, its neighbours are first rows; so
+    many points in a cell (GaussianFormer) or voxels put beside others (focal convolutions) stay apart."""
+    x = small(3, (9, 8, 7), device)
+    rows = torch.cat([torch.arange(len(x.features)), torch.tensor([0, 5, 5])]).to(device)
+    features = x.features[rows].clone()
+    features[len(x.features) :] = torch.randn(3, 3, dtype=torch.float64, device=device)
+    features.requires_grad_()
+    y = spconv.SparseConvTensor(features, x.indices[rows], [9, 8, 7], 2)
+    layer = spconv.SubMConv3d(3, 4, size).double().to(device)
+    middle = layer._kernel(layer.weight)[size**3 // 2]
+    first = layer(x.replace_feature(features[: len(x.features)])).features
+    want = first[rows] + (features - features[rows]) @ middle
+    torch.testing.assert_close(layer(y).features, want)
+    seed, inputs = torch.randn_like(want), (features, layer.weight)
+    ours = torch.autograd.grad(layer(y).features, inputs, seed)
+    theirs = torch.autograd.grad(want, inputs, seed)
+    torch.testing.assert_close(ours, theirs)
+    net = spconv.SparseSequential(layer, torch.nn.BatchNorm1d(4), torch.nn.ReLU()).double().to(device).eval()
+    net[1].running_mean.uniform_(-1, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(net(y).features, net[2](net[1](want)))
 
 
 def test_tensors_of_inference_mode() -> None:

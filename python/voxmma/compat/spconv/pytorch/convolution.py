@@ -33,7 +33,9 @@ from voxmma.dispatch.config import ConvConfig
 from voxmma.dispatch.epilogue import Epilogue
 from voxmma.nn.modules.sparse_conv import SparseConv3d as _SparseConv3d
 from voxmma.sparse.ahead import meet
+from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.index import gather_rows
 from voxmma.sparse.tensor import Voxels
 
 _VOXELS_SEEN = "max_num_voxels_during_training"
@@ -228,7 +230,12 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
                 meet(coords, weight)  # by this tensor: a view in inference mode may not say what it is of
             config, weight = viewed, self._kernel(weight)
         back = None if data is None else data.back
-        y = call(config, Voxels._make(coords, features, _ONE), weight, bias, kernel_map=back, then=then)
+        own_rows = coords.repeated is not None and (self.subm or self.conv1x1)
+        last = None if own_rows else then
+        y = call(config, Voxels._make(coords, features, _ONE), weight, bias, kernel_map=back, then=last)
+        if own_rows:
+            y = self._with_own_rows(y, coords, features)
+            y = y if then is None else then.apply(y)
         state = input.__dict__.copy()
         if data is not None:
             state["_places"], state["spatial_shape"] = data.inputs, data.spatial_shape
@@ -251,6 +258,15 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         if self._activate is not None:
             made._features = self._activate(rows)
         return made
+
+    def _with_own_rows(self, y: Voxels, coords: CoordSet, features: torch.Tensor) -> Voxels:
+        """Where rows repeat a voxel: the middle of the window is the row itself, as in spconv's algorithms
+        all, and not the voxel's first row, which stays what others see of it."""
+        first, site = coords.repeated.rows.get()  # type: ignore[union-attr]
+        kernel = self._kernel(self.weight)
+        middle = kernel[len(kernel) // 2]
+        other = features - gather_rows(features, first[site])
+        return y._after(y._feats + (other.to(middle.dtype) @ middle).to(y._feats.dtype), "own rows")
 
     def _kernel(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight as the products take it, (K, C_in, C_out): a view."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from voxmma.compat.kernels import KernelConv
-from voxmma.compat.MinkowskiEngine.MinkowskiCommon import MinkowskiModuleBase, check_dimension
+from voxmma.compat.MinkowskiEngine.MinkowskiCommon import MinkowskiModuleBase, check_dimension, renamed
 from voxmma.compat.MinkowskiEngine.MinkowskiCoordinateManager import CoordinateMapKey
 from voxmma.compat.MinkowskiEngine.MinkowskiKernelGenerator import KernelGenerator
 from voxmma.compat.MinkowskiEngine.MinkowskiSparseTensor import SparseTensor, target_key
@@ -131,6 +131,7 @@ class MinkowskiConvolution(MinkowskiConvolutionBase):
     """Convolution. Stride 1 keeps the voxels of its input, another leads to the cells of the coarser grid;
     `expand_coordinates` makes every cell that the kernel (of odd size) reaches."""
 
+    @renamed(has_bias="bias")
     def __init__(
         self,
         in_channels: int,
@@ -164,6 +165,7 @@ class MinkowskiConvolutionTranspose(MinkowskiConvolutionBase):
     (under no string, as the input of a network has, whatever that of the layer's input); for want of such,
     or with `expand_coordinates`, onto every cell that the kernel reaches."""
 
+    @renamed(has_bias="bias", generate_new_coords="expand_coordinates")
     def __init__(
         self,
         in_channels: int,

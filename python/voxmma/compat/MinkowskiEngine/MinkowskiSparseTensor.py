@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 
 from voxmma._types import integers
 from voxmma.compat.kernels import turned
-from voxmma.compat.MinkowskiEngine.MinkowskiCommon import convert_to_int_list
+from voxmma.compat.MinkowskiEngine.MinkowskiCommon import convert_to_int_list, renamed
 from voxmma.compat.MinkowskiEngine.MinkowskiCoordinateManager import (
     CoordinateManager,
     CoordinateMapKey,
@@ -68,6 +68,12 @@ class SparseTensor(Tensor):
     ValueError names a row that is no multiple of `tensor_stride`, or out of range.
     """
 
+    @renamed(
+        feats="features",
+        coords="coordinates",
+        coords_key="coordinate_map_key",
+        coords_manager="coordinate_manager",
+    )
     def __init__(
         self,
         features: torch.Tensor,

@@ -76,7 +76,7 @@ def install(
             as of voxmma.nn.SparseConv3d; a layer's own `fp32_accum` wins. Policies, plans and
             voxmma.settings work on these layers as on voxmma's. A second call changes these.
         options: of 'torchsparse', `version` (1 or 2) and `dilation`: see voxmma.compat.torchsparse.options;
-            of 'MinkowskiEngine', `version` (0.4 or 0.5).
+            of 'MinkowskiEngine', `version` (0.4 or 0.5); of 'spconv', `version` (1 or 2).
 
     Returns the module.
 

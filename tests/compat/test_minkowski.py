@@ -380,6 +380,37 @@ def test_pooling(device: torch.device) -> None:
             check(net, reference, device, seed=size)
 
 
+@pytest.mark.parametrize(("size", "stride", "dilation"), [(17, 8, 1), (12, 4, 1), (11, 2, 1), (11, 4, 2)])
+def test_pooling_over_large_windows(size: int, stride: int, dilation: int, device: torch.device) -> None:
+    """Sizes above 9, as of pyramids (CAGroup3D's has 17 and 33): the voxels that exist in each window."""
+    coords, feats = scene(LOW, HIGH, 400, 3)
+    reach = (size - 1) * dilation
+    low = -(reach // 2) if size % 2 else 0
+    for kind in (ME.MinkowskiSumPooling, ME.MinkowskiAvgPooling, ME.MinkowskiMaxPooling):
+        layer = kind(kernel_size=size, stride=stride, dilation=dilation, dimension=3)
+        leaf = feats.to(device, copy=True).requires_grad_()
+        y = layer(ME.SparseTensor(leaf, coords.to(device)))
+        assert y.tensor_stride == [stride] * 3 and len(y) == len(
+            torch.unique(torch.cat([coords[:, :1], coords[:, 1:] // stride], 1), dim=0)
+        )
+        away = coords[None, :, 1:] - y.C[:, None, 1:].cpu() - low
+        inside = ((away >= 0) & (away <= reach) & (away % dilation == 0)).all(2)
+        inside &= coords[None, :, 0] == y.C[:, None, 0].cpu()
+        own = feats.clone().requires_grad_()
+        if kind is ME.MinkowskiMaxPooling:
+            want = torch.where(inside.unsqueeze(2), own, -torch.inf).amax(1)
+            want = torch.where(want == -torch.inf, 0, want)
+        else:
+            want = inside.double() @ own
+            if kind is ME.MinkowskiAvgPooling:
+                want = want / inside.sum(1, keepdim=True).clamp(min=1)
+        close(y.F, want.detach(), kind.__name__)
+        seed = torch.randn_like(want)
+        y.F.backward(seed.to(device))
+        want.backward(seed)
+        close(leaf.grad, own.grad, kind.__name__)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_pooling_transpose(size: int, device: torch.device) -> None:
     """The sum of all coarse voxels whose window holds a fine one."""

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import enum
+import itertools
+import math
 from typing import Any
 
 import torch
 
+from voxmma._types import sum_dtype
 from voxmma.compat.MinkowskiEngine.MinkowskiCommon import MinkowskiModuleBase, check_dimension
 from voxmma.compat.MinkowskiEngine.MinkowskiCoordinateManager import CoordinateMapKey, voxels_of
 from voxmma.compat.MinkowskiEngine.MinkowskiKernelGenerator import KernelGenerator
 from voxmma.compat.MinkowskiEngine.MinkowskiSparseTensor import Mode, SparseTensor, merge, target_key
 from voxmma.compat.MinkowskiEngine.MinkowskiTensor import Tensor
 from voxmma.nn.functional import pool
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.geometry import MAX_KERNEL, Geometry
+from voxmma.sparse.index import gather_rows
+from voxmma.sparse.interpolate import spread_weighted
 from voxmma.sparse.maps import kernel_map
 from voxmma.sparse.tensor import Voxels
 
@@ -83,6 +90,9 @@ class MinkowskiPoolingBase(MinkowskiModuleBase):
             key = manager.stride(source, kernel.kernel_stride)
         where = None if key == source else manager.coord_set(key)
         size, stride, dilation, padding = self._geometry
+        if max(size) > MAX_KERNEL:
+            feats = _by_voxels(input.voxels, self._geometry, manager.coord_set(key), self.pooling_mode)
+            return SparseTensor._make(voxels_of(manager, key, feats), key, manager, input)
         window = _WINDOW[self.pooling_mode]
         made = window(input.voxels, size, stride, dilation=dilation, padding=padding, coords=where)
         return SparseTensor._make(made, key, manager, input)
@@ -93,6 +103,39 @@ class MinkowskiPoolingBase(MinkowskiModuleBase):
             f"kernel_size={kernel.kernel_size}, stride={kernel.kernel_stride}, "
             f"dilation={kernel.kernel_dilation}"
         )
+
+
+def _by_voxels(x: Voxels, geometry: Geometry, out: CoordSet, mode: PoolingMode) -> torch.Tensor:
+    """(M, C) of windows of any size, without a kernel map: each voxel goes to the windows that hold it."""
+    axes = []
+    for axis, (size, step, spread, padding) in enumerate(zip(*geometry, strict=True), 1):
+        place, reach = x.coords[:, axis] + padding, (size - 1) * spread
+        last = torch.div(place, step, rounding_mode="floor")
+        windows = [last - back for back in range(reach // step + 1)]
+        axes.append([(w, (place - w * step <= reach) & ((place - w * step) % spread == 0)) for w in windows])
+    feats, sums = x.feats, sum_dtype(x.dtype)
+    largest = mode == PoolingMode.LOCAL_MAX_POOLING
+    made = feats.new_full((out.num, x.channels), -math.inf) if largest else feats.new_zeros(1, dtype=sums)
+    count = torch.zeros(out.num, dtype=sums, device=feats.device)
+    cells = list(itertools.product(*axes))
+    for start in range(0, len(cells), 8):
+        found = []
+        for cell in cells[start : start + 8]:
+            inside = cell[0][1] & cell[1][1] & cell[2][1]
+            rows = out.lookup(torch.stack([x.coords[:, 0], *(w for w, _ in cell)], 1).int())
+            found.append(torch.where(inside, rows, -1))
+        rows = torch.stack(found, 1)
+        if largest:
+            which, at = torch.nonzero(rows >= 0, as_tuple=True)
+            to = rows[which, at].unsqueeze(1).expand(-1, x.channels)
+            made = made.scatter_reduce(0, to, gather_rows(feats, which), "amax")
+            continue
+        ones = torch.ones_like(rows, dtype=sums)
+        made = made + spread_weighted(feats.to(sums), rows, ones, out.num)
+        count += spread_weighted(ones[:, :1], rows, ones, out.num).squeeze(1)
+    if mode == PoolingMode.LOCAL_AVG_POOLING:
+        made = made / count.clamp(min=1).unsqueeze(1)
+    return torch.where(made == -math.inf, 0, made).to(x.dtype) if largest else made.to(x.dtype)
 
 
 class MinkowskiSumPooling(MinkowskiPoolingBase):

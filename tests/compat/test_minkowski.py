@@ -817,6 +817,66 @@ def test_quantize_and_collate() -> None:
     assert abs(float(kernel.std()) - (2 / (27 * 32)) ** 0.5) < 2e-3
 
 
+# ---- outputs that the caller chooses -----------------------------------------------------------------------
+
+
+def windows_at(
+    x: ME.SparseTensor, out: Tensor, size: int, unit: int, transposed: bool
+) -> list[tuple[int, int, int]]:
+    """(row of `out`, offset, row of x) of every pair: offsets count `unit` cells."""
+    rows = {tuple(row): i for i, row in enumerate(x.C.tolist())}
+    low, found = -(size // 2) if size % 2 else 0, []
+    for n, (b, *cell) in enumerate(out.tolist()):
+        for k, steps in enumerate(itertools.product(range(size), repeat=3)):
+            away = [(-1 if transposed else 1) * (step + low) * unit for step in reversed(steps)]
+            i = rows.get((b, *(c + a for c, a in zip(cell, away, strict=True))))
+            if i is not None:
+                found.append((n, k, i))
+    return found
+
+
+@pytest.mark.parametrize("given", ["tensor", "coarse", "fine"])
+@pytest.mark.parametrize("kind", ["conv", "transposed", "generative", "pool", "unpool"])
+def test_a_layer_onto_coordinates_that_are_given(kind: str, given: str, device: torch.device) -> None:
+    """Offsets count cells of the input's grid (of the output's where transposed), and the stride of the layer
+    says nothing: onto cells of any tensor stride, as CAGroup3D's heads do it."""
+    coords, feats = scene(-8, 8, 150, 3)
+    x = ME.SparseTensor(feats.to(device), coords.to(device))
+    x2 = ME.MinkowskiConvolution(3, 3, kernel_size=2, stride=2, dimension=3).double().to(device)(x)
+    back = kind in ("transposed", "generative", "unpool")
+    sources = (x2,) if back else (x, x2)
+    layers = {
+        "conv": ME.MinkowskiConvolution,
+        "transposed": ME.MinkowskiConvolutionTranspose,
+        "generative": ME.MinkowskiGenerativeConvolutionTranspose,
+        "pool": ME.MinkowskiSumPooling,
+        "unpool": ME.MinkowskiPoolingTranspose,
+    }
+    for source, size, stride in itertools.product(sources, (2, 3), (1, 2)):
+        if kind in ("pool", "unpool"):
+            if size == stride:
+                continue  # cells, not windows
+            layer = layers[kind](kernel_size=size, stride=stride, dimension=3)
+        else:
+            layer = layers[kind](3, 4, kernel_size=size, stride=stride, dimension=3).double().to(device)
+        multiple = (
+            source.tensor_stride[0] if kind == "conv" else source.tensor_stride[0] // stride if back else 1
+        )
+        points = torch.unique(torch.cat([coords[::3, :1], coords[::3, 1:] // multiple * multiple], 1), dim=0)
+        y = layer(source, {"tensor": points.to(device), "coarse": x2, "fine": x.coordinate_map_key}[given])
+        unit = (y if back else source).tensor_stride[0]
+        want = torch.zeros(len(y), y.shape[1], dtype=torch.float64)
+        for n, k, i in windows_at(source, y.C.cpu(), size, unit, back):
+            row = source.F[i].detach().cpu()
+            want[n] += row if kind in ("pool", "unpool") else row @ layer.kernel[k].detach().cpu()
+        close(y.F, want, f"{kind} of {size}, stride {stride}, {source.tensor_stride} to {y.tensor_stride}")
+        assert given != "tensor" or torch.equal(y.C.cpu(), points)
+    with pytest.raises(ValueError, match="cannot lead"):
+        (layer if back else ME.MinkowskiConvolution(3, 4, kernel_size=3, dimension=3).double().to(device))(
+            x if back else x2, x2 if back else ME.MinkowskiGlobalSumPooling()(x2)
+        )
+
+
 # ---- MinkowskiEngine 0.4 -----------------------------------------------------------------------------------
 
 

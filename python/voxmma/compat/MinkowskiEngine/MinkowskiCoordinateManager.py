@@ -188,6 +188,31 @@ class CoordinateManager:
             )
         return [t // s for t, s in zip(strides, step, strict=True)]
 
+    def onto(
+        self, source: CoordinateMapKey, target: CoordinateMapKey, transposed: bool
+    ) -> tuple[CoordSet, tuple[int, int, int], torch.Tensor | None]:
+        """For a layer from one set onto another that its caller chose: the set, the stride that leads to it,
+        along the columns inside, whatever that of the layer is, and which rows of `target` the set has (None:
+        all of them in order; the others hold nothing, as they are between the cells of `source`).
+
+        Offsets of a layer count cells of its input, those of a transposed one cells of its output. ValueError
+        where the strides of the sets do not fit.
+        """
+        fine, coarse = source.get_tensor_stride(), target.get_tensor_stride()
+        if transposed:
+            fine, coarse = coarse, fine
+        if all(0 < f <= c and c % f == 0 for f, c in zip(fine, coarse, strict=True)):
+            step = tuple(c // f for f, c in zip(fine, coarse, strict=True))
+            return self.coord_set(target), turned(step), None
+        if transposed or not all(0 < c <= f and f % c == 0 for f, c in zip(fine, coarse, strict=True)):
+            kind = "transposed layer" if transposed else "layer"
+            raise ValueError(f"a {kind} cannot lead from {source} to {target}")
+        coordinates = self.get_coordinates(target)
+        between = coordinates[:, 1:] % torch.tensor(fine, dtype=torch.int32, device=coordinates.device)
+        rows = torch.nonzero((between == 0).all(1)).flatten()
+        columns = columns_inside(coordinates[rows], tuple(fine))
+        return CoordSet(columns, self.batch_size), (1, 1, 1), rows
+
     def union(self, keys: Sequence[CoordinateMapKey]) -> CoordinateMapKey:
         """The key of a new set with the cells of all `keys`, whose tensor strides must be equal."""
         strides = keys[0].get_tensor_stride()

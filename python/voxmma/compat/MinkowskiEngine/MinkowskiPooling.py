@@ -78,24 +78,36 @@ class MinkowskiPoolingBase(MinkowskiModuleBase):
         self.is_transpose = is_transpose
         self.pooling_mode = pooling_mode
         geometry = kernel_generator.geometry
-        tiles = geometry.kernel_size == geometry.stride
-        self._geometry = geometry._replace(padding=(0, 0, 0)) if tiles else geometry
+        self._tiles = geometry.kernel_size == geometry.stride
+        self._geometry = geometry._replace(padding=(0, 0, 0)) if self._tiles else geometry
 
     def forward(self, input: SparseTensor, coordinates: Any = None) -> SparseTensor:
-        """(N, C) to (M, C), on `coordinates` (a key, a SparseTensor or a tensor) where given."""
+        """(N, C) to (M, C), on `coordinates` (a key, a SparseTensor, or a tensor, of tensor stride 1) where
+        given."""
         manager, source = input._manager, input.coordinate_map_key
         kernel = self.kernel_generator
-        key = target_key(input, coordinates, input.tensor_stride)
-        if key is None:
+        geometry, rows = self._geometry, None
+        if coordinates is None:
             key = manager.stride(source, kernel.kernel_stride)
-        where = None if key == source else manager.coord_set(key)
-        size, stride, dilation, padding = self._geometry
-        if max(size) > MAX_KERNEL:
-            feats = _by_voxels(input.voxels, self._geometry, manager.coord_set(key), self.pooling_mode)
-            return SparseTensor._make(voxels_of(manager, key, feats), key, manager, input)
-        window = _WINDOW[self.pooling_mode]
-        made = window(input.voxels, size, stride, dilation=dilation, padding=padding, coords=where)
-        return SparseTensor._make(made, key, manager, input)
+            where = None if key == source else manager.coord_set(key)
+        else:
+            key = target_key(input, coordinates)
+            where, stride, rows = manager.onto(source, key, False)
+            size = stride if self._tiles else geometry.kernel_size
+            geometry = geometry._replace(kernel_size=size, stride=stride)
+        if max(geometry.kernel_size) > MAX_KERNEL:
+            out = manager.coord_set(key) if where is None else where
+            feats = _by_voxels(input.voxels, geometry, out, self.pooling_mode)
+        else:
+            size, stride, dilation, padding = geometry
+            window = _WINDOW[self.pooling_mode]
+            made = window(input.voxels, size, stride, dilation=dilation, padding=padding, coords=where)
+            if rows is None:
+                return SparseTensor._make(made, key, manager, input)
+            feats = made.feats
+        if rows is not None:
+            feats = feats.new_zeros((manager.size(key), feats.shape[1])).index_copy(0, rows, feats)
+        return SparseTensor._make(voxels_of(manager, key, feats), key, manager, input)
 
     def extra_repr(self) -> str:
         kernel = self.kernel_generator
@@ -204,12 +216,15 @@ class MinkowskiPoolingTranspose(MinkowskiPoolingBase):
     def forward(self, input: SparseTensor, coordinates: Any = None) -> SparseTensor:
         manager, source = input._manager, input.coordinate_map_key
         kernel = self.kernel_generator
-        key = target_key(input, coordinates, input.tensor_stride)
-        if key is None:
+        size, stride, dilation, padding = self._geometry
+        if coordinates is None:
             key = CoordinateMapKey(manager.finer_strides(source, kernel.kernel_stride))
             if kernel.expand_coordinates or not manager.exists(key):
                 key = manager.expand(source, kernel, True)
-        size, stride, dilation, padding = self._geometry
+        else:
+            key = target_key(input, coordinates)
+            _, stride, _ = manager.onto(source, key, True)
+            size = stride if self._tiles else size
         over = kernel_map(
             input.voxels,
             size,

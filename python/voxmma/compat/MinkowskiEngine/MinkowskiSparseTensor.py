@@ -285,12 +285,10 @@ class SparseTensor(Tensor):
         )
 
 
-def target_key(
-    input: SparseTensor, coordinates: Any = None, tensor_stride: Any = 1
-) -> CoordinateMapKey | None:
+def target_key(input: SparseTensor, coordinates: Any, tensor_stride: Any = 1) -> CoordinateMapKey:
     """The key that the `coordinates` argument of a layer names: a key, a SparseTensor, or a tensor (which
-    makes a set of `tensor_stride`); None where there is none."""
-    if coordinates is None or isinstance(coordinates, CoordinateMapKey):
+    makes a set of `tensor_stride`)."""
+    if isinstance(coordinates, CoordinateMapKey):
         return coordinates
     if isinstance(coordinates, SparseTensor):
         if coordinates._manager is not input._manager:

@@ -866,7 +866,12 @@ def test_a_layer_onto_coordinates_that_are_given(kind: str, given: str, device: 
         y = layer(source, {"tensor": points.to(device), "coarse": x2, "fine": x.coordinate_map_key}[given])
         unit = (y if back else source).tensor_stride[0]
         want = torch.zeros(len(y), y.shape[1], dtype=torch.float64)
-        for n, k, i in windows_at(source, y.C.cpu(), size, unit, back):
+        pairs = windows_at(source, y.C.cpu(), size, unit, back)
+        if source.coordinate_map_key != y.coordinate_map_key:
+            keys = source.coordinate_map_key, y.coordinate_map_key
+            found = x.coordinate_manager.kernel_map(*keys, stride, size, is_transpose=back)
+            assert {(n, k, i) for k, both in found.items() for i, n in both.T.tolist()} == set(pairs)
+        for n, k, i in pairs:
             row = source.F[i].detach().cpu()
             want[n] += row if kind in ("pool", "unpool") else row @ layer.kernel[k].detach().cpu()
         close(y.F, want, f"{kind} of {size}, stride {stride}, {source.tensor_stride} to {y.tensor_stride}")

@@ -317,9 +317,10 @@ class CoordinateManager:
     ) -> dict[int, torch.Tensor]:
         """Index pairs by kernel offset: {k: (2, n) int32 input rows and output rows}, empty ones left out.
 
-        `in_key`, `out_key`: keys, or tensor strides. `stride` must lead from one tensor stride to the
-        other; 1 between sets of one tensor stride.
+        `in_key`, `out_key`: keys, or tensor strides. As for layers onto coordinates that are given, offsets
+        count cells of the input, transposed of the output, and `stride` says nothing.
         """
+        source, target = self._key(in_key), self._key(out_key)
         kernel = KernelGenerator(
             kernel_size,
             stride,
@@ -330,13 +331,14 @@ class CoordinateManager:
             dimension=self.D,
         )
         geometry = kernel.geometry
+        where, step, rows = self.onto(source, target, is_transpose)
         found = kernel_map(
-            self.coord_set(self._key(in_key)),
+            self.coord_set(source),
             geometry.kernel_size,
-            stride=geometry.stride,
+            stride=step,
             dilation=geometry.dilation,
             padding=geometry.padding,
-            out_coords=self.coord_set(self._key(out_key)),
+            out_coords=where,
             transposed=is_transpose,
         )
         pairs = found.pairs()
@@ -346,7 +348,8 @@ class CoordinateManager:
         for k, cell in enumerate(range(len(pairs)) if kernel.cells is None else kernel.cells.tolist()):
             rows_in, rows_out = pairs[cell]
             if len(rows_in):
-                made[k] = torch.stack([rows_in, rows_out]).int()
+                to = rows_out if rows is None else rows[rows_out.long()]
+                made[k] = torch.stack([rows_in.long(), to.long()]).int()
         return made
 
     get_kernel_map = kernel_map

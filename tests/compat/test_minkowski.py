@@ -249,21 +249,27 @@ def test_transposed_layers_after_pruning(device: torch.device) -> None:
 
 
 def test_hyper_cross_and_custom_regions(device: torch.device) -> None:
-    """The offsets of a cross: the cell, then +1, -1 along x, y, z; of a custom region: as they are given."""
+    """The offsets of a cross: the cell, then +1, -1 along x, y, z; of a custom region: as given; of a hybrid
+    one: the cell, along each axis of the box what is there so far, moved, then axes of the cross."""
     custom = torch.tensor([[0, 0, 0], [2, -1, 0], [0, 1, 3], [-2, 0, -1]], dtype=torch.int32)
     cross = [(0, 0, 0)]
     for axis, step in itertools.product(range(3), (1, -1)):
         cross.append(tuple(step if a == axis else 0 for a in range(3)))
+    hybrid = [(0, 0, 0), (-1, 0, 0), (1, 0, 0)]
+    hybrid += [(x, 0, z) for x, _, _ in hybrid for z in (-1, 1)] + [(0, -1, 0), (0, 1, 0)]
+    regions = ME.RegionType.HYPER_CROSS, ME.RegionType.CUSTOM, ME.RegionType.HYBRID
+    types = [ME.RegionType.HYPERCUBE, ME.RegionType.HYPERCROSS, ME.RegionType.HYPERCUBE]
     coords, feats = scene(LOW, HIGH, 900, 3, seed=3)
     index = {tuple(row): i for i, row in enumerate(coords.tolist())}
     for stride, (region, offsets) in itertools.product(
-        (1, 2), ((ME.RegionType.HYPER_CROSS, cross), (ME.RegionType.CUSTOM, custom.tolist()))
+        (1, 2), zip(regions, (cross, custom.tolist(), hybrid), strict=True)
     ):
         generator = ME.KernelGenerator(
             3,
             stride,
             region_type=region,
             region_offsets=custom if region == ME.RegionType.CUSTOM else None,
+            axis_types=types if region == ME.RegionType.HYBRID else None,
             dimension=3,
         )
         layer = ME.MinkowskiConvolution(3, 4, kernel_generator=generator, dimension=3).double().to(device)
@@ -282,6 +288,10 @@ def test_hyper_cross_and_custom_regions(device: torch.device) -> None:
         assert layer.kernel.grad.shape == layer.kernel.shape and bool(layer.kernel.grad.abs().sum() > 0)
     with pytest.raises(ValueError, match="odd"):
         ME.KernelGenerator(2, region_type=ME.RegionType.HYPER_CROSS, dimension=3)
+    with pytest.raises(ValueError, match="odd"):
+        ME.KernelGenerator(2, region_type=ME.RegionType.HYBRID, axis_types=types, dimension=3)
+    with pytest.raises(ValueError, match="3 axis_types"):
+        ME.KernelGenerator(3, region_type=ME.RegionType.HYBRID, axis_types=types[:2], dimension=3)
     with pytest.raises(ValueError, match="twice"):
         twice = torch.zeros((2, 3), dtype=torch.int32)
         ME.KernelGenerator(1, region_type=ME.RegionType.CUSTOM, region_offsets=twice, dimension=3)
@@ -368,6 +378,37 @@ def test_pooling(device: torch.device) -> None:
                 return x.pool(how, size, stride, padding, x.cells(stride))
 
             check(net, reference, device, seed=size)
+
+
+@pytest.mark.parametrize(("size", "stride", "dilation"), [(17, 8, 1), (12, 4, 1), (11, 2, 1), (11, 4, 2)])
+def test_pooling_over_large_windows(size: int, stride: int, dilation: int, device: torch.device) -> None:
+    """Sizes above 9, as of pyramids (CAGroup3D's has 17 and 33): the voxels that exist in each window."""
+    coords, feats = scene(LOW, HIGH, 400, 3)
+    reach = (size - 1) * dilation
+    low = -(reach // 2) if size % 2 else 0
+    for kind in (ME.MinkowskiSumPooling, ME.MinkowskiAvgPooling, ME.MinkowskiMaxPooling):
+        layer = kind(kernel_size=size, stride=stride, dilation=dilation, dimension=3)
+        leaf = feats.to(device, copy=True).requires_grad_()
+        y = layer(ME.SparseTensor(leaf, coords.to(device)))
+        assert y.tensor_stride == [stride] * 3 and len(y) == len(
+            torch.unique(torch.cat([coords[:, :1], coords[:, 1:] // stride], 1), dim=0)
+        )
+        away = coords[None, :, 1:] - y.C[:, None, 1:].cpu() - low
+        inside = ((away >= 0) & (away <= reach) & (away % dilation == 0)).all(2)
+        inside &= coords[None, :, 0] == y.C[:, None, 0].cpu()
+        own = feats.clone().requires_grad_()
+        if kind is ME.MinkowskiMaxPooling:
+            want = torch.where(inside.unsqueeze(2), own, -torch.inf).amax(1)
+            want = torch.where(want == -torch.inf, 0, want)
+        else:
+            want = inside.double() @ own
+            if kind is ME.MinkowskiAvgPooling:
+                want = want / inside.sum(1, keepdim=True).clamp(min=1)
+        close(y.F, want.detach(), kind.__name__)
+        seed = torch.randn_like(want)
+        y.F.backward(seed.to(device))
+        want.backward(seed)
+        close(leaf.grad, own.grad, kind.__name__)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -741,8 +782,8 @@ def test_install_gives_the_same_modules() -> None:
         _ = ME.MinkowskiChannelwiseConvolution
     with pytest.raises(AttributeError, match=r"no MinkowskiEngine.nothing: docs/migrate.md"):
         _ = ME.nothing
-    with pytest.raises(TypeError, match="version"):
-        compat.install("MinkowskiEngine", version=1)
+    with pytest.raises(TypeError, match="dilation"):
+        compat.install("MinkowskiEngine", dilation="ignore")
 
 
 # ---- utils -------------------------------------------------------------------------------------------------
@@ -774,3 +815,110 @@ def test_quantize_and_collate() -> None:
         ME.utils.sparse_collate([a, a], [torch.ones(4, 2), torch.ones(3, 2)])
     kernel = ME.utils.kaiming_normal_(torch.empty(27, 64, 32), mode="fan_out", nonlinearity="relu")
     assert abs(float(kernel.std()) - (2 / (27 * 32)) ** 0.5) < 2e-3
+
+
+# ---- outputs that the caller chooses -----------------------------------------------------------------------
+
+
+def windows_at(
+    x: ME.SparseTensor, out: Tensor, size: int, unit: int, transposed: bool
+) -> list[tuple[int, int, int]]:
+    """(row of `out`, offset, row of x) of every pair: offsets count `unit` cells."""
+    rows = {tuple(row): i for i, row in enumerate(x.C.tolist())}
+    low, found = -(size // 2) if size % 2 else 0, []
+    for n, (b, *cell) in enumerate(out.tolist()):
+        for k, steps in enumerate(itertools.product(range(size), repeat=3)):
+            away = [(-1 if transposed else 1) * (step + low) * unit for step in reversed(steps)]
+            i = rows.get((b, *(c + a for c, a in zip(cell, away, strict=True))))
+            if i is not None:
+                found.append((n, k, i))
+    return found
+
+
+@pytest.mark.parametrize("given", ["tensor", "coarse", "fine"])
+@pytest.mark.parametrize("kind", ["conv", "transposed", "generative", "pool", "unpool"])
+def test_a_layer_onto_coordinates_that_are_given(kind: str, given: str, device: torch.device) -> None:
+    """Offsets count cells of the input's grid (of the output's where transposed), and the stride of the layer
+    says nothing: onto cells of any tensor stride, as CAGroup3D's heads do it."""
+    coords, feats = scene(-8, 8, 150, 3)
+    x = ME.SparseTensor(feats.to(device), coords.to(device))
+    x2 = ME.MinkowskiConvolution(3, 3, kernel_size=2, stride=2, dimension=3).double().to(device)(x)
+    back = kind in ("transposed", "generative", "unpool")
+    sources = (x2,) if back else (x, x2)
+    layers = {
+        "conv": ME.MinkowskiConvolution,
+        "transposed": ME.MinkowskiConvolutionTranspose,
+        "generative": ME.MinkowskiGenerativeConvolutionTranspose,
+        "pool": ME.MinkowskiSumPooling,
+        "unpool": ME.MinkowskiPoolingTranspose,
+    }
+    for source, size, stride in itertools.product(sources, (2, 3), (1, 2)):
+        if kind in ("pool", "unpool"):
+            if size == stride:
+                continue  # cells, not windows
+            layer = layers[kind](kernel_size=size, stride=stride, dimension=3)
+        else:
+            layer = layers[kind](3, 4, kernel_size=size, stride=stride, dimension=3).double().to(device)
+        multiple = (
+            source.tensor_stride[0] if kind == "conv" else source.tensor_stride[0] // stride if back else 1
+        )
+        points = torch.unique(torch.cat([coords[::3, :1], coords[::3, 1:] // multiple * multiple], 1), dim=0)
+        y = layer(source, {"tensor": points.to(device), "coarse": x2, "fine": x.coordinate_map_key}[given])
+        unit = (y if back else source).tensor_stride[0]
+        want = torch.zeros(len(y), y.shape[1], dtype=torch.float64)
+        pairs = windows_at(source, y.C.cpu(), size, unit, back)
+        if source.coordinate_map_key != y.coordinate_map_key:
+            keys = source.coordinate_map_key, y.coordinate_map_key
+            found = x.coordinate_manager.kernel_map(*keys, stride, size, is_transpose=back)
+            assert {(n, k, i) for k, both in found.items() for i, n in both.T.tolist()} == set(pairs)
+        for n, k, i in pairs:
+            row = source.F[i].detach().cpu()
+            want[n] += row if kind in ("pool", "unpool") else row @ layer.kernel[k].detach().cpu()
+        close(y.F, want, f"{kind} of {size}, stride {stride}, {source.tensor_stride} to {y.tensor_stride}")
+        assert given != "tensor" or torch.equal(y.C.cpu(), points)
+    with pytest.raises(ValueError, match="cannot lead"):
+        (layer if back else ME.MinkowskiConvolution(3, 4, kernel_size=3, dimension=3).double().to(device))(
+            x if back else x2, x2 if back else ME.MinkowskiGlobalSumPooling()(x2)
+        )
+
+
+# ---- MinkowskiEngine 0.4 -----------------------------------------------------------------------------------
+
+
+def test_names_of_0_4() -> None:
+    """Keywords and members as networks of 0.4 write them (DeepGlobalRegistration, PointContrast)."""
+    coords, feats = scene(LOW, HIGH, 300, 3)
+    x = ME.SparseTensor(feats=feats, coords=coords)
+    assert x.feats is x.F and torch.equal(x.coords, coords)
+    down = ME.MinkowskiConvolution(3, 4, kernel_size=3, stride=2, has_bias=True, dimension=3).double()
+    up = {"kernel_size": 3, "stride": 2, "has_bias": False, "dimension": 3}
+    onto = ME.MinkowskiConvolutionTranspose(4, 3, generate_new_coords=False, **up).double()
+    grown = ME.MinkowskiConvolutionTranspose(4, 3, generate_new_coords=True, **up).double()
+    y = down(x)
+    back = onto(y)
+    assert down.bias is not None and onto.bias is None and back.coords_key == x.coords_key
+    assert len(grown(y)) > len(x)
+    other = ME.SparseTensor(back.F + 1, coords_key=back.coords_key, coords_manager=back.coords_man)
+    assert other.coords_man is x.coordinate_manager and torch.equal(other.C, x.C)
+    with pytest.raises(TypeError, match="same argument"):
+        ME.MinkowskiConvolution(3, 4, kernel_size=3, has_bias=True, bias=True, dimension=3)
+
+
+def test_sparse_quantize_of_0_4() -> None:
+    """return_index returns the rows and no cells."""
+    points, labels = np.array([[0.2, 0], [0.7, 0], [3, 1]]), np.array([1, 2, 3])
+    try:
+        compat.install("MinkowskiEngine", version=0.4)
+        assert ME.utils.sparse_quantize(points, return_index=True).tolist() == [0, 2]
+        rows, inverse = ME.utils.sparse_quantize(points, return_index=True, return_inverse=True)
+        assert rows.tolist() == [0, 2] and inverse.tolist() == [0, 0, 1] and isinstance(rows, np.ndarray)
+        rows, found = ME.utils.sparse_quantize(points, labels=labels, return_index=True)
+        assert rows.tolist() == [0, 2] and found.tolist() == [-100, 3]
+        tensor = ME.utils.sparse_quantize(torch.from_numpy(points), return_index=True)
+        assert isinstance(tensor, Tensor) and tensor.tolist() == [0, 2]
+        with pytest.raises(ValueError, match=r"0\.4 or 0\.5"):
+            compat.install("MinkowskiEngine", version=0.3)
+    finally:
+        compat.install("MinkowskiEngine")
+        compat.uninstall("MinkowskiEngine")
+    assert len(ME.utils.sparse_quantize(points, return_index=True)) == 2

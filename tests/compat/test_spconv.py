@@ -25,6 +25,7 @@ from torch.nn import functional as F
 import voxmma
 from voxmma import compat
 from voxmma.compat import spconv as package
+from voxmma.compat.spconv import options
 from voxmma.compat.spconv import pytorch as spconv
 
 from spconv_networks import LIMITS, networks, scene, sparse_cat, start
@@ -346,7 +347,8 @@ def test_writes_into_indices_are_seen(device: torch.device) -> None:
 
 
 def test_voxels_may_come_twice(device: torch.device) -> None:
-    """All rows stay; layers see the first of each, and every row gets its voxel's result."""
+    """All rows stay; strided layers see the first of each, and inverse ones give every row its voxel's
+    result."""
     x = small(3, (9, 8, 7), device)
     twice = torch.cat([torch.arange(len(x.features)), torch.tensor([0, 5, 5])]).to(device)
     features = x.features[twice].clone()
@@ -360,6 +362,79 @@ def test_voxels_may_come_twice(device: torch.device) -> None:
     net.double().to(device)
     torch.testing.assert_close(net(y).features, net(x).features[twice])
     assert torch.equal(net(y).indices, y.indices) and torch.equal(y.dense(), x.dense())
+
+
+@pytest.mark.parametrize("size", [3, 1])
+def test_a_row_that_comes_twice_keeps_its_own_features(device: torch.device, size: int) -> None:
+    """Submanifold layers: the middle of a row's window is the row itself, its neighbours are first rows; so
+    many points in a cell (GaussianFormer) or voxels put beside others (focal convolutions) stay apart."""
+    x = small(3, (9, 8, 7), device)
+    rows = torch.cat([torch.arange(len(x.features)), torch.tensor([0, 5, 5])]).to(device)
+    features = x.features[rows].clone()
+    features[len(x.features) :] = torch.randn(3, 3, dtype=torch.float64, device=device)
+    features.requires_grad_()
+    y = spconv.SparseConvTensor(features, x.indices[rows], [9, 8, 7], 2)
+    layer = spconv.SubMConv3d(3, 4, size).double().to(device)
+    middle = layer._kernel(layer.weight)[size**3 // 2]
+    first = layer(x.replace_feature(features[: len(x.features)])).features
+    want = first[rows] + (features - features[rows]) @ middle
+    torch.testing.assert_close(layer(y).features, want)
+    seed, inputs = torch.randn_like(want), (features, layer.weight)
+    ours = torch.autograd.grad(layer(y).features, inputs, seed)
+    theirs = torch.autograd.grad(want, inputs, seed)
+    torch.testing.assert_close(ours, theirs)
+    net = spconv.SparseSequential(layer, torch.nn.BatchNorm1d(4), torch.nn.ReLU()).double().to(device).eval()
+    net[1].running_mean.uniform_(-1, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(net(y).features, net[2](net[1](want)))
+
+
+def test_layers_behind_an_inverse_one_of_a_grid_by_an_array() -> None:
+    """The inverse layer's result has its shape as a list, what it goes back to has it as it was given."""
+    x = small(3, (9, 8, 7))
+    down = spconv.SparseConv3d(3, 4, 3, 2, 1, indice_key="d").double()
+    up = spconv.SparseInverseConv3d(4, 3, 3, indice_key="d").double()
+    layer = spconv.SubMConv3d(3, 3, 3).double()
+    for shape in (np.array([9, 8, 7]), torch.tensor([9, 8, 7]), (9, 8, 7), [9, 8, 7]):
+        y = spconv.SparseConvTensor(x.features, x.indices.clone(), shape, 2)
+        assert torch.equal(layer(up(down(y))).features, layer(up(down(x))).features)
+
+
+@pytest.fixture
+def spconv_1() -> Iterator[None]:
+    options.configure(version=1)
+    yield
+    options.configure()
+
+
+def test_a_key_of_spconv_1_names_one_map(device: torch.device, spconv_1: None) -> None:
+    """A submanifold layer runs over the map that its key names, with its first weights: Cylinder3D's blocks
+    of (1, 3, 3) and (3, 1, 3), which its checkpoints were trained with. So do layers of a branch."""
+    x = small(3, (9, 8, 7), device)
+    sizes = (1, 3, 3), (3, 1, 3), (3, 3, 3)
+    layers = [spconv.SubMConv3d(3, 4, k, indice_key="k").double().to(device) for k in sizes]
+    flat = spconv.SubMConv3d(3, 4, sizes[0]).double().to(device)
+    made = [layer(x) for layer in layers]
+    assert {tuple(y.find_indice_pair("k").ksize) for y in (x, *made)} == {sizes[0]}
+    for layer, y in zip(layers, made, strict=True):
+        flat.load_state_dict(
+            {"weight": layer.weight.flatten(1, 3)[:, :9].view(4, 1, 3, 3, 3), "bias": layer.bias}
+        )
+        want = flat(x)
+        torch.testing.assert_close(y.features, want.features)
+        (ours,) = torch.autograd.grad(y.features.square().sum(), layer.weight)
+        (theirs,) = torch.autograd.grad(want.features.square().sum(), flat.weight)
+        torch.testing.assert_close(ours.flatten(1, 3)[:, :9], theirs.flatten(1, 3))
+        assert not ours.flatten(1, 3)[:, 9:].any()
+    with pytest.raises(ValueError, match="kernel_size"):  # a map of more offsets than there are weights
+        spconv.SubMConv3d(3, 4, (1, 1, 3), indice_key="k").double().to(device)(x)
+    assert spconv.SparseMaxPool3d(3).stride == [1, 1, 1]
+    options.configure()
+    with pytest.raises(ValueError, match="version=1"):
+        layers[1](x)
+    assert spconv.SparseMaxPool3d(3).stride == [3, 3, 3]
+    with pytest.raises(ValueError, match="version must be 1"):
+        options.configure(version=3)
 
 
 def test_tensors_of_inference_mode() -> None:

@@ -75,7 +75,8 @@ def install(
         use_fp16_accum, accumulator, compute_dtype, out_dtype: what convolutions made from now on start with,
             as of voxmma.nn.SparseConv3d; a layer's own `fp32_accum` wins. Policies, plans and
             voxmma.settings work on these layers as on voxmma's. A second call changes these.
-        options: of 'torchsparse', `version` (1 or 2) and `dilation`: see voxmma.compat.torchsparse.options.
+        options: of 'torchsparse', `version` (1 or 2) and `dilation`: see voxmma.compat.torchsparse.options;
+            of 'MinkowskiEngine', `version` (0.4 or 0.5); of 'spconv', `version` (1 or 2).
 
     Returns the module.
 

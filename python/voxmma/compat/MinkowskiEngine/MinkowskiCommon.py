@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from voxmma._types import integers
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def renamed(**names: str) -> Callable[[_F], _F]:
+    """Takes keywords by their names in MinkowskiEngine 0.4, too: renamed(old="new"). TypeError where both
+    are given."""
+
+    def decorate(function: _F) -> _F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old in names.keys() & kwargs.keys():
+                if names[old] in kwargs:
+                    raise TypeError(f"{old} and {names[old]} are the same argument: give one of them")
+                kwargs[names[old]] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 def convert_to_int_list(arg: Any, dimension: int) -> list[int]:

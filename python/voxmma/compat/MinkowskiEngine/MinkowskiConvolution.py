@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from voxmma.compat.kernels import KernelConv
-from voxmma.compat.MinkowskiEngine.MinkowskiCommon import MinkowskiModuleBase, check_dimension
-from voxmma.compat.MinkowskiEngine.MinkowskiCoordinateManager import CoordinateMapKey
+from voxmma.compat.MinkowskiEngine.MinkowskiCommon import MinkowskiModuleBase, check_dimension, renamed
+from voxmma.compat.MinkowskiEngine.MinkowskiCoordinateManager import CoordinateMapKey, voxels_of
 from voxmma.compat.MinkowskiEngine.MinkowskiKernelGenerator import KernelGenerator
 from voxmma.compat.MinkowskiEngine.MinkowskiSparseTensor import SparseTensor, target_key
 from voxmma.dispatch.calls import call
@@ -88,28 +89,36 @@ class MinkowskiConvolutionBase(KernelConv, MinkowskiModuleBase):
         return box.index_copy(0, cells, kernel)
 
     def forward(self, input: SparseTensor, coordinates: Any = None) -> SparseTensor:  # type: ignore[override]
-        """(N, C_in) to (M, C_out), on `coordinates` (a key, a SparseTensor or a tensor) where given."""
+        """(N, C_in) to (M, C_out), on `coordinates` (a key, a SparseTensor or a tensor) where given: a tensor
+        is of the input's tensor stride, for a transposed layer of the finer one."""
         if not isinstance(input, SparseTensor):
             raise TypeError(f"input must be a MinkowskiEngine.SparseTensor, got {type(input).__name__}")
         if self.dimension != input.D:
             raise ValueError(f"input has {input.D} spatial axes, the layer {self.dimension}")
         manager, source = input._manager, input.coordinate_map_key
         key = source if self.use_mm else self._out_key(input, coordinates)
-        where = None
-        if key != source or self.kernel_generator.region_offsets is not None:
+        config, where, rows = self.config, None, None
+        if coordinates is not None and not self.use_mm:
+            where, stride, rows = manager.onto(source, key, self.is_transpose)
+            config = config if stride == config.stride else replace(config, stride=stride)
+        elif key != source or self.kernel_generator.region_offsets is not None:
             where = manager.coord_set(key)
-        bias = self.bias
-        made = call(
-            self.config, input.voxels, self.weight, None if bias is None else bias.view(-1), coords=where
-        )
+        bias = None if self.bias is None else self.bias.view(-1)
+        made = call(config, input.voxels, self.weight, bias, coords=where)
+        if rows is not None:
+            feats = made.feats.new_zeros((manager.size(key), self.out_channels))
+            feats = feats if bias is None else feats + bias.to(feats.dtype)
+            made = voxels_of(manager, key, feats.index_copy(0, rows, made.feats))
         return SparseTensor._make(made, key, manager, input)
 
     def _out_key(self, input: SparseTensor, coordinates: Any) -> CoordinateMapKey:
         manager, source = input._manager, input.coordinate_map_key
         kernel = self.kernel_generator
-        given = target_key(input, coordinates, input.tensor_stride)
-        if given is not None:
-            return given
+        if coordinates is not None:
+            strides = input.tensor_stride
+            if self.is_transpose and isinstance(coordinates, torch.Tensor):
+                strides = manager.finer_strides(source, kernel.kernel_stride)
+            return target_key(input, coordinates, strides)
         if kernel.expand_coordinates:
             return manager.expand(source, kernel, self.is_transpose)
         if not self.is_transpose:
@@ -131,6 +140,7 @@ class MinkowskiConvolution(MinkowskiConvolutionBase):
     """Convolution. Stride 1 keeps the voxels of its input, another leads to the cells of the coarser grid;
     `expand_coordinates` makes every cell that the kernel (of odd size) reaches."""
 
+    @renamed(has_bias="bias")
     def __init__(
         self,
         in_channels: int,
@@ -164,6 +174,7 @@ class MinkowskiConvolutionTranspose(MinkowskiConvolutionBase):
     (under no string, as the input of a network has, whatever that of the layer's input); for want of such,
     or with `expand_coordinates`, onto every cell that the kernel reaches."""
 
+    @renamed(has_bias="bias", generate_new_coords="expand_coordinates")
     def __init__(
         self,
         in_channels: int,

@@ -188,6 +188,31 @@ class CoordinateManager:
             )
         return [t // s for t, s in zip(strides, step, strict=True)]
 
+    def onto(
+        self, source: CoordinateMapKey, target: CoordinateMapKey, transposed: bool
+    ) -> tuple[CoordSet, tuple[int, int, int], torch.Tensor | None]:
+        """For a layer from one set onto another that its caller chose: the set, the stride that leads to it,
+        along the columns inside, whatever that of the layer is, and which rows of `target` the set has (None:
+        all of them in order; the others hold nothing, as they are between the cells of `source`).
+
+        Offsets of a layer count cells of its input, those of a transposed one cells of its output. ValueError
+        where the strides of the sets do not fit.
+        """
+        fine, coarse = source.get_tensor_stride(), target.get_tensor_stride()
+        if transposed:
+            fine, coarse = coarse, fine
+        if all(0 < f <= c and c % f == 0 for f, c in zip(fine, coarse, strict=True)):
+            step = tuple(c // f for f, c in zip(fine, coarse, strict=True))
+            return self.coord_set(target), turned(step), None
+        if transposed or not all(0 < c <= f and f % c == 0 for f, c in zip(fine, coarse, strict=True)):
+            kind = "transposed layer" if transposed else "layer"
+            raise ValueError(f"a {kind} cannot lead from {source} to {target}")
+        coordinates = self.get_coordinates(target)
+        between = coordinates[:, 1:] % torch.tensor(fine, dtype=torch.int32, device=coordinates.device)
+        rows = torch.nonzero((between == 0).all(1)).flatten()
+        columns = columns_inside(coordinates[rows], tuple(fine))
+        return CoordSet(columns, self.batch_size), (1, 1, 1), rows
+
     def union(self, keys: Sequence[CoordinateMapKey]) -> CoordinateMapKey:
         """The key of a new set with the cells of all `keys`, whose tensor strides must be equal."""
         strides = keys[0].get_tensor_stride()
@@ -292,9 +317,10 @@ class CoordinateManager:
     ) -> dict[int, torch.Tensor]:
         """Index pairs by kernel offset: {k: (2, n) int32 input rows and output rows}, empty ones left out.
 
-        `in_key`, `out_key`: keys, or tensor strides. `stride` must lead from one tensor stride to the
-        other; 1 between sets of one tensor stride.
+        `in_key`, `out_key`: keys, or tensor strides. As for layers onto coordinates that are given, offsets
+        count cells of the input, transposed of the output, and `stride` says nothing.
         """
+        source, target = self._key(in_key), self._key(out_key)
         kernel = KernelGenerator(
             kernel_size,
             stride,
@@ -305,13 +331,14 @@ class CoordinateManager:
             dimension=self.D,
         )
         geometry = kernel.geometry
+        where, step, rows = self.onto(source, target, is_transpose)
         found = kernel_map(
-            self.coord_set(self._key(in_key)),
+            self.coord_set(source),
             geometry.kernel_size,
-            stride=geometry.stride,
+            stride=step,
             dilation=geometry.dilation,
             padding=geometry.padding,
-            out_coords=self.coord_set(self._key(out_key)),
+            out_coords=where,
             transposed=is_transpose,
         )
         pairs = found.pairs()
@@ -321,7 +348,8 @@ class CoordinateManager:
         for k, cell in enumerate(range(len(pairs)) if kernel.cells is None else kernel.cells.tolist()):
             rows_in, rows_out = pairs[cell]
             if len(rows_in):
-                made[k] = torch.stack([rows_in, rows_out]).int()
+                to = rows_out if rows is None else rows[rows_out.long()]
+                made[k] = torch.stack([rows_in.long(), to.long()]).int()
         return made
 
     get_kernel_map = kernel_map

@@ -16,10 +16,12 @@ from voxmma.sparse.geometry import Geometry, padding_triple
 
 class RegionType(enum.IntEnum):
     """Which cells around a cell a kernel has. HYPER_CUBE: all of a box; HYPER_CROSS: those on the axes, the
-    cell itself first, then axis after axis +1, +2, ..., -2, -1; CUSTOM: those of `region_offsets`."""
+    cell itself first, then axis after axis +1, +2, ..., -2, -1; CUSTOM: those of `region_offsets`; HYBRID:
+    the box along axes of type HYPER_CUBE and the cells on those of type HYPER_CROSS, as MinkowskiEngine 0.4
+    has it. HYPERCUBE and HYPERCROSS are names of 0.4."""
 
-    HYPER_CUBE = 0
-    HYPER_CROSS = 1
+    HYPER_CUBE = HYPERCUBE = 0
+    HYPER_CROSS = HYPERCROSS = 1
     CUSTOM = 2
     HYBRID = 3
 
@@ -42,7 +44,7 @@ class KernelGenerator:
     """The kernel of a layer: size, stride, dilation, region.
 
     `region_offsets`: (K, D) integers in cells of the layer's input grid, for CUSTOM alone; the box around
-    them has at most 9 cells a side. `axis_types` must be those of a region that is there.
+    them has at most 9 cells a side. `axis_types`: of each axis, for HYBRID; else they may say region_type.
 
     ValueError names what does not fit.
     """
@@ -61,7 +63,11 @@ class KernelGenerator:
     ) -> None:
         self.dimension = check_dimension(dimension)
         self.region_type = RegionType(region_type)
-        if axis_types is not None and any(RegionType(t) != self.region_type for t in axis_types):
+        types = None if axis_types is None else [RegionType(t) for t in axis_types]
+        if self.region_type == RegionType.HYBRID:
+            if types is None or len(types) != dimension or max(types) > RegionType.HYPER_CROSS:
+                raise ValueError(f"HYBRID takes {dimension} axis_types, HYPER_CUBE or HYPER_CROSS each")
+        elif types is not None and any(t != self.region_type for t in types):
             raise ValueError(f"axis_types {axis_types} differ from region_type: write the offsets as CUSTOM")
         self.kernel_stride = convert_to_int_list(stride, dimension)
         self.kernel_dilation = convert_to_int_list(dilation, dimension)
@@ -82,8 +88,8 @@ class KernelGenerator:
             low = None
             if self.region_type == RegionType.HYPER_CROSS:
                 self._cross()
-            elif self.region_type == RegionType.HYBRID:
-                raise ValueError("region_type HYBRID is not there: write the offsets as CUSTOM")
+            elif types is not None and self.region_type == RegionType.HYBRID:
+                self._hybrid(types)
         size, spread = turned(tuple(self.kernel_size)), turned(tuple(self.kernel_dilation))
         padding = padding_triple(None, size, spread) if low is None else turned(tuple(-v for v in low), 0)
         self.geometry = Geometry(size, turned(tuple(self.kernel_stride)), spread, padding)
@@ -104,6 +110,20 @@ class KernelGenerator:
             for step in itertools.chain(range(1, centre + 1), range(-centre, 0)):
                 cells.append(self._cell([m + step * (a == axis) for a, m in enumerate(middle)]))
         self.cells = torch.tensor(cells, dtype=torch.int64, device="cpu")
+
+    def _hybrid(self, types: list[RegionType]) -> None:
+        """The cell itself; along each axis of the box what there is so far, moved; then axes of the cross."""
+        if any(size % 2 == 0 for size in self.kernel_size):
+            raise ValueError(f"kernel_size of a HYBRID must be odd, got {self.kernel_size}")
+        middle = [size // 2 for size in self.kernel_size]
+        cells = [tuple(middle)]
+        for kind in (RegionType.HYPER_CUBE, RegionType.HYPER_CROSS):
+            for axis, size in enumerate(self.kernel_size):
+                if types[axis] == kind:
+                    moved = cells if kind == RegionType.HYPER_CUBE else cells[:1]
+                    steps = [step for step in range(size) if step != middle[axis]]
+                    cells = cells + [(*c[:axis], step, *c[axis + 1 :]) for c in moved for step in steps]
+        self.cells = torch.tensor([self._cell(c) for c in cells], dtype=torch.int64, device="cpu")
 
     def _custom(self, region_offsets: Any) -> list[int]:
         if region_offsets is None or region_offsets.dim() != 2 or region_offsets.shape[1] != self.dimension:

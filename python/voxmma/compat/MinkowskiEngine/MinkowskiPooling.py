@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import enum
+import itertools
+import math
 from typing import Any
 
 import torch
 
+from voxmma._types import sum_dtype
 from voxmma.compat.MinkowskiEngine.MinkowskiCommon import MinkowskiModuleBase, check_dimension
 from voxmma.compat.MinkowskiEngine.MinkowskiCoordinateManager import CoordinateMapKey, voxels_of
 from voxmma.compat.MinkowskiEngine.MinkowskiKernelGenerator import KernelGenerator
 from voxmma.compat.MinkowskiEngine.MinkowskiSparseTensor import Mode, SparseTensor, merge, target_key
 from voxmma.compat.MinkowskiEngine.MinkowskiTensor import Tensor
 from voxmma.nn.functional import pool
+from voxmma.sparse.coords import CoordSet
+from voxmma.sparse.geometry import MAX_KERNEL, Geometry
+from voxmma.sparse.index import gather_rows
+from voxmma.sparse.interpolate import spread_weighted
 from voxmma.sparse.maps import kernel_map
 from voxmma.sparse.tensor import Voxels
 
@@ -71,21 +78,36 @@ class MinkowskiPoolingBase(MinkowskiModuleBase):
         self.is_transpose = is_transpose
         self.pooling_mode = pooling_mode
         geometry = kernel_generator.geometry
-        tiles = geometry.kernel_size == geometry.stride
-        self._geometry = geometry._replace(padding=(0, 0, 0)) if tiles else geometry
+        self._tiles = geometry.kernel_size == geometry.stride
+        self._geometry = geometry._replace(padding=(0, 0, 0)) if self._tiles else geometry
 
     def forward(self, input: SparseTensor, coordinates: Any = None) -> SparseTensor:
-        """(N, C) to (M, C), on `coordinates` (a key, a SparseTensor or a tensor) where given."""
+        """(N, C) to (M, C), on `coordinates` (a key, a SparseTensor, or a tensor, of tensor stride 1) where
+        given."""
         manager, source = input._manager, input.coordinate_map_key
         kernel = self.kernel_generator
-        key = target_key(input, coordinates, input.tensor_stride)
-        if key is None:
+        geometry, rows = self._geometry, None
+        if coordinates is None:
             key = manager.stride(source, kernel.kernel_stride)
-        where = None if key == source else manager.coord_set(key)
-        size, stride, dilation, padding = self._geometry
-        window = _WINDOW[self.pooling_mode]
-        made = window(input.voxels, size, stride, dilation=dilation, padding=padding, coords=where)
-        return SparseTensor._make(made, key, manager, input)
+            where = None if key == source else manager.coord_set(key)
+        else:
+            key = target_key(input, coordinates)
+            where, stride, rows = manager.onto(source, key, False)
+            size = stride if self._tiles else geometry.kernel_size
+            geometry = geometry._replace(kernel_size=size, stride=stride)
+        if max(geometry.kernel_size) > MAX_KERNEL:
+            out = manager.coord_set(key) if where is None else where
+            feats = _by_voxels(input.voxels, geometry, out, self.pooling_mode)
+        else:
+            size, stride, dilation, padding = geometry
+            window = _WINDOW[self.pooling_mode]
+            made = window(input.voxels, size, stride, dilation=dilation, padding=padding, coords=where)
+            if rows is None:
+                return SparseTensor._make(made, key, manager, input)
+            feats = made.feats
+        if rows is not None:
+            feats = feats.new_zeros((manager.size(key), feats.shape[1])).index_copy(0, rows, feats)
+        return SparseTensor._make(voxels_of(manager, key, feats), key, manager, input)
 
     def extra_repr(self) -> str:
         kernel = self.kernel_generator
@@ -93,6 +115,39 @@ class MinkowskiPoolingBase(MinkowskiModuleBase):
             f"kernel_size={kernel.kernel_size}, stride={kernel.kernel_stride}, "
             f"dilation={kernel.kernel_dilation}"
         )
+
+
+def _by_voxels(x: Voxels, geometry: Geometry, out: CoordSet, mode: PoolingMode) -> torch.Tensor:
+    """(M, C) of windows of any size, without a kernel map: each voxel goes to the windows that hold it."""
+    axes = []
+    for axis, (size, step, spread, padding) in enumerate(zip(*geometry, strict=True), 1):
+        place, reach = x.coords[:, axis] + padding, (size - 1) * spread
+        last = torch.div(place, step, rounding_mode="floor")
+        windows = [last - back for back in range(reach // step + 1)]
+        axes.append([(w, (place - w * step <= reach) & ((place - w * step) % spread == 0)) for w in windows])
+    feats, sums = x.feats, sum_dtype(x.dtype)
+    largest = mode == PoolingMode.LOCAL_MAX_POOLING
+    made = feats.new_full((out.num, x.channels), -math.inf) if largest else feats.new_zeros(1, dtype=sums)
+    count = torch.zeros(out.num, dtype=sums, device=feats.device)
+    cells = list(itertools.product(*axes))
+    for start in range(0, len(cells), 8):
+        found = []
+        for cell in cells[start : start + 8]:
+            inside = cell[0][1] & cell[1][1] & cell[2][1]
+            rows = out.lookup(torch.stack([x.coords[:, 0], *(w for w, _ in cell)], 1).int())
+            found.append(torch.where(inside, rows, -1))
+        rows = torch.stack(found, 1)
+        if largest:
+            which, at = torch.nonzero(rows >= 0, as_tuple=True)
+            to = rows[which, at].unsqueeze(1).expand(-1, x.channels)
+            made = made.scatter_reduce(0, to, gather_rows(feats, which), "amax")
+            continue
+        ones = torch.ones_like(rows, dtype=sums)
+        made = made + spread_weighted(feats.to(sums), rows, ones, out.num)
+        count += spread_weighted(ones[:, :1], rows, ones, out.num).squeeze(1)
+    if mode == PoolingMode.LOCAL_AVG_POOLING:
+        made = made / count.clamp(min=1).unsqueeze(1)
+    return torch.where(made == -math.inf, 0, made).to(x.dtype) if largest else made.to(x.dtype)
 
 
 class MinkowskiSumPooling(MinkowskiPoolingBase):
@@ -161,12 +216,15 @@ class MinkowskiPoolingTranspose(MinkowskiPoolingBase):
     def forward(self, input: SparseTensor, coordinates: Any = None) -> SparseTensor:
         manager, source = input._manager, input.coordinate_map_key
         kernel = self.kernel_generator
-        key = target_key(input, coordinates, input.tensor_stride)
-        if key is None:
+        size, stride, dilation, padding = self._geometry
+        if coordinates is None:
             key = CoordinateMapKey(manager.finer_strides(source, kernel.kernel_stride))
             if kernel.expand_coordinates or not manager.exists(key):
                 key = manager.expand(source, kernel, True)
-        size, stride, dilation, padding = self._geometry
+        else:
+            key = target_key(input, coordinates)
+            _, stride, _ = manager.onto(source, key, True)
+            size = stride if self._tiles else size
         over = kernel_map(
             input.voxels,
             size,

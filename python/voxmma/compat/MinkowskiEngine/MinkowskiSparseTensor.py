@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 
 from voxmma._types import integers
 from voxmma.compat.kernels import turned
-from voxmma.compat.MinkowskiEngine.MinkowskiCommon import convert_to_int_list
+from voxmma.compat.MinkowskiEngine.MinkowskiCommon import convert_to_int_list, renamed
 from voxmma.compat.MinkowskiEngine.MinkowskiCoordinateManager import (
     CoordinateManager,
     CoordinateMapKey,
@@ -68,6 +68,12 @@ class SparseTensor(Tensor):
     ValueError names a row that is no multiple of `tensor_stride`, or out of range.
     """
 
+    @renamed(
+        feats="features",
+        coords="coordinates",
+        coords_key="coordinate_map_key",
+        coords_manager="coordinate_manager",
+    )
     def __init__(
         self,
         features: torch.Tensor,
@@ -279,12 +285,10 @@ class SparseTensor(Tensor):
         )
 
 
-def target_key(
-    input: SparseTensor, coordinates: Any = None, tensor_stride: Any = 1
-) -> CoordinateMapKey | None:
+def target_key(input: SparseTensor, coordinates: Any, tensor_stride: Any = 1) -> CoordinateMapKey:
     """The key that the `coordinates` argument of a layer names: a key, a SparseTensor, or a tensor (which
-    makes a set of `tensor_stride`); None where there is none."""
-    if coordinates is None or isinstance(coordinates, CoordinateMapKey):
+    makes a set of `tensor_stride`)."""
+    if isinstance(coordinates, CoordinateMapKey):
         return coordinates
     if isinstance(coordinates, SparseTensor):
         if coordinates._manager is not input._manager:

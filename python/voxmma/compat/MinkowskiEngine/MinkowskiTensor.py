@@ -129,6 +129,9 @@ class Tensor:
     def coordinate_key(self) -> CoordinateMapKey:
         return self._key
 
+    feats, coords, coords_key, coords_man = features, coordinates, coordinate_key, coordinate_manager
+    """their names in MinkowskiEngine 0.4"""
+
     @property
     def tensor_stride(self) -> list[int]:
         return self._key.get_tensor_stride()

@@ -287,6 +287,7 @@ from voxmma.compat.MinkowskiEngine.MinkowskiTensorField import (
 from voxmma.compat.MinkowskiEngine.MinkowskiUnion import (
     MinkowskiUnion as MinkowskiUnion,
 )
+from voxmma.compat.MinkowskiEngine.options import configure as configure
 from voxmma.compat.names import missing as _missing
 
 __version__ = "0.5.4"

@@ -13,6 +13,7 @@ from voxmma.compat.spconv import pytorch as pytorch
 from voxmma.compat.spconv import utils as utils
 from voxmma.compat.spconv.core import AlgoHint as AlgoHint
 from voxmma.compat.spconv.core import ConvAlgo as ConvAlgo
+from voxmma.compat.spconv.options import configure as configure
 from voxmma.compat.spconv.pytorch import *  # noqa: F403  # 1.x had the layers here
 from voxmma.compat.spconv.pytorch import conv as conv
 from voxmma.compat.spconv.pytorch import functional as functional

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from voxmma.compat.MinkowskiEngine import options
 from voxmma.compat.sets import distinct, on_host, whole
 
 
@@ -46,7 +47,8 @@ def sparse_quantize(
         features, labels: (N, ...) of the same kind; those of the first point come back, but labels of a cell
             whose points differ become `ignore_label`.
         return_index: also the first point of each cell, int64 (M,). return_inverse: also the cell of each
-            point, int64 (N,). return_maps_only: these alone.
+            point, int64 (N,). return_maps_only: these alone. With version 0.4 (`options`) return_index is
+            return_maps_only, and with labels gives (first points, labels).
         quantization_size: edge length of a cell, one number or D.
         device: of the cells.
 
@@ -74,6 +76,14 @@ def sparse_quantize(
     unique: Any
     inverse: Any
     unique, inverse = (numbers, numbers) if found is None else found
+    if return_index and options.version == 0.4:
+        maps: list[Any] = [unique]
+        if labels is not None:
+            maps.append(_labels(labels, unique, inverse, ignore_label))
+        elif return_inverse:
+            maps.append(inverse)
+        maps = [m.cpu().numpy() if array and isinstance(m, torch.Tensor) else m for m in maps]
+        return maps[0] if len(maps) == 1 else tuple(maps)
     if return_maps_only:
         return (unique, inverse) if return_inverse else unique
     made: list[Any] = [cells[unique]]

@@ -16,6 +16,7 @@ from torch import nn
 
 from voxmma import compat
 from voxmma._types import positive
+from voxmma.compat.spconv import options
 from voxmma.compat.spconv.core import ConvAlgo
 from voxmma.compat.spconv.pytorch.core import (
     _ONE,
@@ -33,7 +34,9 @@ from voxmma.dispatch.config import ConvConfig
 from voxmma.dispatch.epilogue import Epilogue
 from voxmma.nn.modules.sparse_conv import SparseConv3d as _SparseConv3d
 from voxmma.sparse.ahead import meet
+from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.geometry import Geometry
+from voxmma.sparse.index import gather_rows
 from voxmma.sparse.tensor import Voxels
 
 _VOXELS_SEEN = "max_num_voxels_during_training"
@@ -227,8 +230,16 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
             if coords.place is None and not coords.calls and not torch.compiler.is_compiling():
                 meet(coords, weight)  # by this tensor: a view in inference mode may not say what it is of
             config, weight = viewed, self._kernel(weight)
+        found = input.indice_dict.get(self.indice_key) if options.version == 1 and self.subm else None
+        if found is not None and found.geometry != geometry:
+            config, weight, geometry = self._over(found, coords, weight)
         back = None if data is None else data.back
-        y = call(config, Voxels._make(coords, features, _ONE), weight, bias, kernel_map=back, then=then)
+        own_rows = coords.repeated is not None and (self.subm or self.conv1x1)
+        last = None if own_rows else then
+        y = call(config, Voxels._make(coords, features, _ONE), weight, bias, kernel_map=back, then=last)
+        if own_rows:
+            y = self._with_own_rows(y, coords, features)
+            y = y if then is None else then.apply(y)
         state = input.__dict__.copy()
         if data is not None:
             state["_places"], state["spatial_shape"] = data.inputs, data.spatial_shape
@@ -251,6 +262,15 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         if self._activate is not None:
             made._features = self._activate(rows)
         return made
+
+    def _with_own_rows(self, y: Voxels, coords: CoordSet, features: torch.Tensor) -> Voxels:
+        """Where rows repeat a voxel: the middle of the window is the row itself, as in spconv's algorithms
+        all, and not the voxel's first row, which stays what others see of it."""
+        first, site = coords.repeated.rows.get()  # type: ignore[union-attr]
+        kernel = self._kernel(self.weight)
+        middle = kernel[len(kernel) // 2]
+        other = features - gather_rows(features, first[site])
+        return y._after(y._feats + (other.to(middle.dtype) @ middle).to(y._feats.dtype), "own rows")
 
     def _kernel(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight as the products take it, (K, C_in, C_out): a view."""
@@ -276,6 +296,18 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         self._ran = config, geometry, (replace(made, stored=True), made, made.geometry)
         return self._ran[2]
 
+    def _over(
+        self, data: IndiceData, coords: CoordSet, weight: torch.Tensor
+    ) -> tuple[ConvConfig, torch.Tensor, Geometry]:
+        """Version 1: config, weight and geometry of a call over the map that the layer's key names, another
+        kernel's. ValueError where that map is of other voxels, or has more offsets."""
+        kernel, volume = self._kernel(self.weight), math.prod(data.geometry.kernel_size)
+        if data.inputs._coords is not coords or not data.is_subm or volume > len(kernel):
+            self._check_same(data, self.config.geometry)
+        geometry = data.geometry
+        config = replace(self._ran_as(None)[1], kernel_size=geometry.kernel_size, dilation=geometry.dilation)
+        return config, kernel[:volume], geometry
+
     def _remember(self, state: dict[str, Any], geometry: Geometry, inputs: Places, outputs: Places) -> None:
         """Leaves the map under the layer's key, in a dict of the output's own."""
         key = self.indice_key
@@ -295,7 +327,10 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
                     "layers could not tell which they mean"
                 )
         made = IndiceData(inputs, outputs, geometry, self.subm, self.algo, self.transposed)
-        state["indice_dict"] = {**known, key: made}
+        if options.version == 1:
+            known[key] = made
+        else:
+            state["indice_dict"] = {**known, key: made}
 
     def _check_same(self, data: IndiceData, geometry: Geometry) -> None:
         if data.is_subm != self.subm or data.geometry.kernel_size != geometry.kernel_size:
@@ -303,6 +338,7 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
             raise ValueError(
                 f"{self.config.layer}: indice_key={self.indice_key!r} belongs to a {kind} layer of "
                 f"kernel_size {data.ksize}, this one has {self.kernel_size}"
+                + ("; spconv 1.x ran over that map: install('spconv', version=1)" if data.is_subm else "")
             )
 
     def _named(self, input: SparseConvTensor) -> IndiceData:

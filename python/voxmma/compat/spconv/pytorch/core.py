@@ -105,7 +105,7 @@ class Places:
     def in_grid(self, shape: Any, batch: Any) -> bool:
         """Whether that is the grid they were made for."""
         same = shape is self.shape_given
-        if shape.__class__ is list:
+        if shape.__class__ is list and self.shape.__class__ is list:
             same = shape == self.shape  # a list may be written into
         elif not same:
             same = sizes(shape, self.ndim, "spatial_shape") == sizes(self.shape, self.ndim, "spatial_shape")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from voxmma.compat.spconv import options
 from voxmma.compat.spconv.core import ConvAlgo, missing
 from voxmma.compat.spconv.pytorch.convolution import _VOXELS_SEEN
 from voxmma.compat.spconv.pytorch.core import _ONE, IndiceData, Places, SparseConvTensor, padded, sizes
@@ -20,7 +21,8 @@ class _Pool(SparseModule):
 
     Args:
         ndim: 1, 2 or 3 axes of the grid.
-        kernel_size, stride, padding, dilation: one or ndim sizes; stride None: kernel_size.
+        kernel_size, stride, padding, dilation: one or ndim sizes; stride None: kernel_size,
+            with version 1 (`options`) 1.
         indice_key: name of the map, for inverse layers.
         algo: kept.
         record_voxel_count: as in SparseConvolution.
@@ -49,7 +51,8 @@ class _Pool(SparseModule):
             raise NotImplementedError(f"{type(self).__name__}: voxmma has no 4-D grids")
         self.ndim = ndim
         self.kernel_size = list(sizes(kernel_size, ndim, "kernel_size"))
-        self.stride = list(sizes(kernel_size if stride is None else stride, ndim, "stride"))
+        default = 1 if options.version == 1 else kernel_size
+        self.stride = list(sizes(default if stride is None else stride, ndim, "stride"))
         self.padding = list(sizes(padding, ndim, "padding"))
         self.dilation = list(sizes(dilation, ndim, "dilation"))
         self.indice_key = indice_key

@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../common/cluster.cuh"
 #include "fprop_sm90_config.cuh"
 #include "fprop_sm90_shape.cuh"
 #include "nonfinite.cuh"
@@ -496,17 +497,10 @@ cudaError_t fprop_launch_as(const ConvArgs& args, const Parts& parts, int image_
   }
   cudaError_t err = allow_shared(reinterpret_cast<const void*>(kernel), C::kSmemBytes);
   if (err != cudaSuccess) return err;
-  cudaLaunchConfig_t config{};
-  config.gridDim = unsigned(parts.count() == 1 ? std::min<int64_t>(items, args.sm_count) : items * parts.count());
-  config.blockDim = C::kThreads;
-  config.dynamicSmemBytes = C::kSmemBytes;
-  config.stream = stream;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {unsigned(parts.count()), 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = parts.count() == 1 ? 0 : 1;
-  return cudaLaunchKernelEx(&config, kernel, args, parts, outputs_aligned16(args, args.c_out), image_blocks);
+  const unsigned together = unsigned(parts.count());
+  const unsigned grid = unsigned(together == 1 ? std::min<int64_t>(items, args.sm_count) : items * together);
+  return launch_clusters(kernel, together, grid, C::kThreads, C::kSmemBytes, stream, args, parts,
+                         outputs_aligned16(args, args.c_out), image_blocks);
 }
 
 template <class C>

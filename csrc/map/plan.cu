@@ -3,6 +3,7 @@
 #include <climits>
 #include <vector>
 
+#include "../common/cluster.cuh"
 #include "../conv/common.cuh"
 #include "plan_tile.cuh"
 
@@ -93,15 +94,6 @@ bool valid(const PlanArgs& args) {
   return true;
 }
 
-// Whether the code of a kernel that runs on this device is for an architecture of clusters.
-template <class Kernel>
-cudaError_t has_clusters(Kernel kernel, bool* has) {
-  cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-  *has = error == cudaSuccess && attributes.ptxVersion >= 90;
-  return error;
-}
-
 // Clears the statistics that nobody else does.
 cudaError_t clear(const PlanArgs* const* args, int count, cudaStream_t stream) {
   StatsBatch stats{};
@@ -162,19 +154,10 @@ cudaError_t make(const PlanArgs* const* args, int count, cudaStream_t stream) {
   error = allow_shared(reinterpret_cast<const void*>(kernel), Shared(nullptr, kSize * kSize * kSize).bytes);
   if (error == cudaSuccess) error = clear(args, count, stream);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kGroupBlocks, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = clusters ? (blocks + kGroupBlocks - 1) / kGroupBlocks * kGroupBlocks : blocks;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = clusters ? 1 : 0;
-  batch.end[count - 1] = config.gridDim.x;  // blocks too many find no tile
-  if ((error = cudaLaunchKernelEx(&config, kernel, batch)) != cudaSuccess) return error;
-  return rank(args, count, stream);
+  const unsigned together = clusters ? kGroupBlocks : 1, grid = (blocks + together - 1) / together * together;
+  batch.end[count - 1] = grid;  // blocks too many find no tile
+  error = launch_clusters(kernel, together, grid, kThreads, bytes, stream, batch);
+  return error == cudaSuccess ? rank(args, count, stream) : error;
 }
 
 }  // namespace

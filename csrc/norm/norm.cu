@@ -5,6 +5,7 @@
 // instructions they issue, hence Kind. Sums of a CTA lie in the workspace, [blocks][channels], and a second launch adds them
 // in a fixed order. The last pass walks rows backwards: what the first one read last is still in L2. Few rows are one
 // launch, whose CTAs have kFewBytes of channels and all rows, or, a cluster together, a part of them each.
+#include "../common/cluster.cuh"
 #include "norm_backward.cuh"
 #include "norm_forward.cuh"
 
@@ -42,29 +43,6 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const NormArgs a
     finish_moments(args, c, all[0]);
 }
 
-// Whether the code of a kernel that runs on this device is for an architecture of clusters.
-template <class Kernel>
-cudaError_t has_clusters(Kernel kernel, bool* has) {
-  cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-  *has = error == cudaSuccess && attributes.ptxVersion >= 90;
-  return error;
-}
-
-template <class Kernel>
-cudaError_t launch_parts(Kernel kernel, const NormArgs& args, const Grid& grid, cudaStream_t stream) {
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {1, kParts, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid.across), kParts);
-  config.blockDim = kFewThreads;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args, grid);
-}
-
 template <bool Backward, Kind K, bool Vec, class T>
 constexpr auto few_kernel() {
   if constexpr (Backward)
@@ -85,7 +63,11 @@ cudaError_t run(const NormArgs& args, cudaStream_t stream) {
     bool clusters = false;
     const cudaError_t error = has_clusters(few, &clusters);
     if (error != cudaSuccess) return error;
-    if (clusters) return launch_parts(few, args, few_grid_of<T>(args, kParts), stream);
+    if (clusters) {
+      const Grid grid = few_grid_of<T>(args, kParts);
+      return launch_clusters(few, {1, kParts}, {static_cast<unsigned>(grid.across), kParts}, kFewThreads, 0, stream,
+                             args, grid);
+    }
   }
   constexpr bool kSmooth = K == Kind::smooth;
   const Grid grid = grid_of<T>(args, !Backward ? kMomentsPerSm : kSmooth ? kSmoothPerSm : kPerSm);

@@ -239,7 +239,6 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         y = call(config, Voxels._make(coords, features, _ONE), weight, bias, kernel_map=back, then=last)
         if own_rows:
             y = self._with_own_rows(y, coords, features)
-            y = y if then is None else then.apply(y)
         state = input.__dict__.copy()
         if data is not None:
             state["_places"], state["spatial_shape"] = data.inputs, data.spatial_shape
@@ -270,7 +269,8 @@ class SparseConvolution(SparseModule, _SparseConv3d):  # type: ignore[misc]
         kernel = self._kernel(self.weight)
         middle = kernel[len(kernel) // 2]
         other = features - gather_rows(features, first[site])
-        return y._after(y._feats + (other.to(middle.dtype) @ middle).to(y._feats.dtype), "own rows")
+        rows = y._feats + (other.to(middle.dtype) @ middle).to(y._feats.dtype)
+        return Voxels._make(coords, rows, _ONE, y._record)
 
     def _kernel(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight as the products take it, (K, C_in, C_out): a view."""

@@ -7,7 +7,7 @@ import gc
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -37,9 +37,7 @@ class Instance:
     capacities: list[int]
     rooms: list[float]
     inputs: list[Tensor]
-    """what the program reads: of Voxels coordinates, features and count; of others the tensor. Those that are
-    `late` have no memory of their own: on a GPU they are views of a place in that of the graphs, on a CPU on
-    the meta device, and made in every frame"""
+    """what the program reads: of Voxels coordinates, features and count; of others the tensor"""
     env: dict[int, Tensor]
     graphs: list[Any] = field(default_factory=list)
     """of the program's parts"""
@@ -48,9 +46,7 @@ class Instance:
     early: list[int] = field(default_factory=list)
     """what else the program's first part reads"""
     late: list[int] = field(default_factory=list)
-    """the others: they lie where the first part has worked, and where others lie once they are read"""
-    pads: dict[int, Tensor] = field(default_factory=dict)
-    """(1, columns) zeros, of the inputs that have more columns than the frame"""
+    """the others"""
     results: list[Tensor] = field(default_factory=list)
     """what the results consist of, without repetition"""
     status: Tensor | None = None
@@ -72,18 +68,13 @@ class Instance:
     streams: dict[int, Any] = field(default_factory=dict)
     """that frames ran on, as the allocator knows, by their handles"""
 
-    @property
-    def owned(self) -> list[int]:
-        """The inputs that have memory of their own."""
-        return [at for at in range(len(self.inputs)) if at not in self.late]
-
     def enter(self, handle: int, held: Sequence[Tensor]) -> Any:
         """Makes the current stream, of this handle, the one of the next frame, behind the last one and those
         who read its results. What it runs on, `held` included, is not given to others before it is done."""
         stream = self.streams.get(handle)
         if stream is None:
             stream = self.streams[handle] = torch.cuda.current_stream()
-            for tensor in (*(self.inputs[at] for at in self.owned), *held):
+            for tensor in (*self.inputs, *held):
                 tensor.record_stream(stream)
         if self.stream is not None and self.stream is not stream:
             stream.wait_event(self.end)
@@ -105,12 +96,6 @@ def _nothing_collected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-def _at(address: int, like: Tensor, device: torch.device) -> Tensor:
-    """A tensor at an address of a GPU, which it does not own, of the shape of another."""
-    storage = torch._C._construct_storage_from_data_pointer(address, device, like.nbytes)
-    return torch.empty(0, dtype=like.dtype, device=device).set_(storage, 0, like.shape, like.stride())
 
 
 @torch.inference_mode(False)
@@ -200,7 +185,7 @@ class Engine:
     @property
     def memory(self) -> int:
         """Bytes that a frame takes at a time beyond its own, copies of its results, and weights: buffers of
-        the inputs, and what is alive between the steps and in them. Features lie there while they are read.
+        the inputs, and what is alive between the steps and in them.
 
         This is what torch.cuda.max_memory_allocated would say of the same steps. On a GPU the graph keeps it
         (`reserved`). On a CPU 0 before the first frame.
@@ -214,8 +199,7 @@ class Engine:
 
     @property
     def _buffers(self) -> int:
-        made = self._instance
-        return sum(made.inputs[at].nbytes for at in made.owned)
+        return sum(t.nbytes for t in self._instance.inputs)
 
     def levels(self) -> str:
         """The levels as a table: what makes each, its capacity, what the examples needed, and where `memory`
@@ -223,9 +207,8 @@ class Engine:
         belongs to no level, workspace included, is in the last line."""
         made = self._instance
         parts = Counter(made.meter.parts if made.meter else {})
-        levels = self._input_levels()
-        for at in made.owned:
-            parts["sets", levels[at]] += made.inputs[at].nbytes
+        for _, root, tensors in self._input_buffers(made):
+            parts["sets", root] += sum(t.nbytes for t in tensors)
         names = ("sets", "maps", "features")
         lines = [
             f"{'level':>5} {'capacity':>10} {'needed':>10} {'set':>7} {'maps':>7} {'features':>8}  made by"
@@ -243,13 +226,13 @@ class Engine:
         )
         return "\n".join(lines)
 
-    def _input_levels(self) -> list[int]:
-        """The level of each buffer of the inputs, -1: none."""
-        return [
-            self._roots[given.root] if given.sparse else -1
-            for given in self._inputs
-            for _ in range(given.count)
-        ]
+    def _input_buffers(self, made: Instance) -> Iterator[tuple[Input, int, list[Tensor]]]:
+        """Each input, its level (-1: none) and its buffers."""
+        begin = 0
+        for given in self._inputs:
+            end = begin + given.count
+            yield given, self._roots[given.root] if given.sparse else -1, made.inputs[begin:end]
+            begin = end
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("an engine cannot be copied or pickled: voxmma.engine.save and load make another one")
@@ -267,17 +250,14 @@ class Engine:
         with torch.inference_mode(False), torch.no_grad():
             for given in self._inputs:
                 rows = capacities[self._roots[given.root]] if given.sparse else 0
-                buffers += given.buffers(rows, torch.device("meta"))
-            made = Instance(capacities, rooms, buffers, {})
-            self._order_inputs(made)
-            for at, (ref, buffer) in enumerate(zip(self._program.inputs, buffers, strict=True)):
+                buffers += given.buffers(rows, self.device)
+            for number, (ref, buffer) in enumerate(zip(self._program.inputs, buffers, strict=True)):
                 wide = self._program.widths.get(ref.number)
                 if wide is not None:
-                    pad = torch.zeros((1, wide - buffer.shape[1]), dtype=buffer.dtype, device=self.device)
-                    made.pads[at], buffers[at] = pad, buffer.new_empty((len(buffer), wide))
-            for at in made.owned:
-                buffers[at] = torch.zeros_like(buffers[at], device=self.device)
+                    buffers[number] = buffer.new_zeros((len(buffer), wide))
+            made = Instance(capacities, rooms, buffers, {})
             if self.device.type == "cuda":
+                self._order_inputs(made)
                 made.limits = [
                     ops.plan_capacity(*rule, room)
                     for rule, room in zip(self._plan_rules(capacities), rooms, strict=True)
@@ -288,18 +268,17 @@ class Engine:
         return made
 
     def _order_inputs(self, made: Instance) -> None:
-        """Says which inputs the first part needs, and which of them are copied by one launch."""
+        """Says which inputs the first graph needs, and which of them are copied by one launch."""
         begin = 0
         for given in self._inputs:
             if given.sparse and given.grid is None:
                 made.coords.append(begin)
             begin += given.count
         together = {at + more for at in made.coords for more in (0, 2)}
-        first, *others = self._program.parts()
-        read = {number for step in first for number in reads(step, Ref)}
+        read = {number for step in self._program.parts()[0] for number in reads(step, Ref)}
         for at, ref in enumerate(self._program.inputs):
             if at not in together:
-                (made.late if others and ref.number not in read else made.early).append(at)
+                (made.early if ref.number in read else made.late).append(at)
 
     def _plan_rules(self, rows: Sequence[int]) -> list[tuple[Geometry, bool, int, int]]:
         """Geometry, direction and sides of every kernel map, where levels have so many rows."""
@@ -315,34 +294,10 @@ class Engine:
             lines = [program.value(made.env, r.status).view(-1, ops.STATUS)[r.line] for r in reports]
             made.status = torch.stack(lines)
 
-    def _parts(self, made: Instance) -> list[tuple[list[int], list[Step]]]:
-        """The parts of the program: the inputs that are there from its beginning on, and its steps."""
-        return list(zip((made.owned, made.late), self._program.parts(), strict=False))
-
-    def _name_inputs(self, made: Instance, given: Sequence[int], make: Callable[..., Tensor]) -> None:
-        """Has the program see inputs, in memory that is made where they have none."""
-        for at in given:
-            tensor = made.inputs[at]
-            made.env[self._program.inputs[at].number] = (
-                make(tensor, device=self.device) if tensor.is_meta else tensor
-            )
-
-    def _run_all(self, made: Instance, sources: Sequence[Tensor | int] | None = None) -> None:
-        """Runs the program, on a CPU on what a frame has for each input."""
-        numbers = [ref.number for ref in self._program.inputs]
-        made.env, made.status, made.results, made.homes = {}, None, [], set()
-        meter = None
-        if made.meter is None:
-            owned = [made.inputs[at] for at in made.owned]
-            meter = Meter(self._program, owned, self.device)
-        levels = self._input_levels()
-        for given, steps in self._parts(made):
-            self._name_inputs(made, given, torch.zeros_like)
-            if meter is not None:
-                meter.begin({numbers[at]: ("features", levels[at]) for at in given}, made.env)
-            if sources is not None:
-                for at in given:
-                    put(made.env[numbers[at]], sources[at], made.pads.get(at))
+    def _run_all(self, made: Instance) -> None:
+        made.env, made.status, made.homes = self._program.start(made.inputs), None, set()
+        meter = Meter(self._program, made.inputs, self.device) if made.meter is None else None
+        for steps in self._program.parts():
             self._run(made, steps, meter)
         made.meter = meter or made.meter
         made.results = [self._program.value(made.env, place) for place in self._places]
@@ -359,10 +314,9 @@ class Engine:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
-            made.env = {}
+            made.env = self._program.start(made.inputs)
             pool = torch.cuda.graph_pool_handle()
-            addresses: dict[int, int] = {}
-            for given, steps in self._parts(made):
+            for steps in self._program.parts():
                 graph = torch.cuda.CUDAGraph()
                 with (
                     _nothing_collected(),
@@ -373,13 +327,8 @@ class Engine:
                         # or more, whenever nothing fits.
                         assert made.meter is not None
                         torch.empty(made.meter.large, dtype=torch.uint8, device=self.device)
-                    self._name_inputs(made, given, torch.empty_like)
-                    for at in given:
-                        addresses[at] = made.env[self._program.inputs[at].number].data_ptr()
                     self._run(made, steps)
                 made.graphs.append(graph)
-            for at in made.late:
-                made.inputs[at] = _at(addresses[at], made.inputs[at], self.device)
             made.pool = torch.cuda.memory_reserved() - before
             made.results = [self._program.value(made.env, place) for place in self._places]
 
@@ -485,8 +434,10 @@ class Engine:
         """A frame on a CPU."""
         frame = self._apart(frame)
         number = self._begin()
+        for buffer, source in zip(made.inputs, self._sources(frame), strict=True):
+            put(buffer, source)
         with torchflags.pinned("ieee"):
-            self._run_all(made, self._sources(frame))
+            self._run_all(made)
         assert made.status is not None
         return Result(self, made, frame, number, self._results(made, copy), made.status)
 
@@ -515,13 +466,13 @@ class Engine:
                 assert isinstance(where, Tensor)
                 _C.put_coords(where, made.inputs[at], made.inputs[at + 2])
             for at in made.early:
-                put(made.inputs[at], sources[at], made.pads.get(at))
+                put(made.inputs[at], sources[at])
             made.graphs[0].replay()
             # Sets and maps are made: while the layers run, the host looks at what is told of these.
             status = torch.empty(made.status.shape, dtype=torch.int64, device="cpu", pin_memory=True)
             status.copy_(made.status, non_blocking=True)
             for at in made.late:
-                put(made.inputs[at], sources[at], made.pads.get(at))
+                put(made.inputs[at], sources[at])
             told = stream.record_event()  # and of the frame nothing is read any more
             for graph in made.graphs[1:]:
                 graph.replay()

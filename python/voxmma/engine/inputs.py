@@ -152,11 +152,8 @@ class Input:
         return made if self.count == 3 else [*made, 0 if frame.batch is None else frame.batch]
 
 
-def put(buffer: Tensor, source: Tensor | int, pad: Tensor | None = None) -> None:
-    """Copies what `Input.sources` has for a buffer into its first rows, or fills it.
-
-    pad: (1, columns) for the columns that the buffer has more.
-    """
+def put(buffer: Tensor, source: Tensor | int) -> None:
+    """Copies what `Input.sources` has for a buffer into its first rows and columns, or fills it."""
     if isinstance(source, int):
         buffer.fill_(source)
         return
@@ -164,9 +161,8 @@ def put(buffer: Tensor, source: Tensor | int, pad: Tensor | None = None) -> None
         source = source.clamp(-(1 << 30), 1 << 30)
     if buffer.shape != source.shape:
         buffer = buffer[: len(source)]
-    if pad is not None:
-        torch.cat([source, pad.expand(len(source), -1)], 1, out=buffer)
-        return
+        if buffer.shape != source.shape:
+            buffer = buffer[:, : source.shape[1]]
     buffer.copy_(source)
 
 

@@ -64,13 +64,6 @@ class Meter:
             return 0
         return int(torch.cuda.memory_stats(self._device)["allocated_bytes.all.allocated"])
 
-    def begin(self, numbers: Mapping[int, Kind], env: Mapping[int, Tensor]) -> None:
-        """Counts inputs, of these kinds, that are there from now on and were not given."""
-        for number, kind in numbers.items():
-            at = _address(env[number])
-            if at not in self._given:
-                self._alive[at] = env[number].untyped_storage().nbytes(), kind
-
     def before(self) -> None:
         self._before = self._allocated()
 

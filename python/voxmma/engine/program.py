@@ -150,6 +150,10 @@ class Program:
     widths: dict[int, int] = field(default_factory=dict)
     """columns of an input's buffer, by its number, where it has more than the input"""
 
+    def start(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+        """What `run` begins with: coordinates, features and (1,) counts, or tensors, by number."""
+        return {ref.number: tensor for ref, tensor in zip(self.inputs, inputs, strict=True)}
+
     def parts(self) -> list[list[Step]]:
         """The steps until all reports are made, and those behind, if these do anything."""
         told = {r.status.number for r in self.reports if isinstance(r.status, Ref)}

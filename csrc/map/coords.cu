@@ -217,17 +217,10 @@ cudaError_t put_coords(const void* coords, bool is_int64, int64_t n, int* buffer
   return cudaGetLastError();
 }
 
-namespace {
-
-int64_t whole_buckets(int64_t slots) {
-  return (std::clamp<int64_t>(slots, kMinCapacity, UINT_MAX - kBucket) + kBucket - 1) / kBucket * kBucket;
+int64_t brick_capacity(int64_t n, int64_t bricks) {
+  const int64_t slots = std::clamp<int64_t>(bricks >= 0 ? 5 * bricks / 2 : n + n / 2, kMinCapacity, UINT_MAX - kBucket);
+  return (slots + kBucket - 1) / kBucket * kBucket;
 }
-
-}  // namespace
-
-int64_t brick_capacity(int64_t n, int64_t bricks) { return whole_buckets(bricks >= 0 ? 5 * bricks / 2 : n + n / 2); }
-
-int64_t brick_room(int64_t rows) { return whole_buckets(rows + rows / 4); }
 
 cudaError_t build_bricks(const int* coords, const int* order, int64_t n, const int64_t* count, Brick* table,
                          int64_t capacity, cudaStream_t stream) {

@@ -4,8 +4,8 @@
 // tensor, in so few registers that enough threads wait for memory at a time. Kernels of half types are bound by the
 // instructions they issue, hence Kind. Sums of a CTA lie in the workspace, [blocks][channels], and a second launch adds them
 // in a fixed order. The last pass walks rows backwards: what the first one read last is still in L2. Few rows are one
-// launch, whose CTAs have kFewBytes of channels and all rows, or, a cluster together, a part of them each.
-#include "../common/cluster.cuh"
+// launch, whose CTAs have kFewBytes of channels and all rows; clusters of CTAs that share 1,500 to 16,000 rows take twice
+// the time of three launches (H200).
 #include "norm_backward.cuh"
 #include "norm_forward.cuh"
 
@@ -44,30 +44,14 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const NormArgs a
 }
 
 template <bool Backward, Kind K, bool Vec, class T>
-constexpr auto few_kernel() {
-  if constexpr (Backward)
-    return few_backward_kernel<K, Vec, T>;
-  else
-    return few_forward_kernel<K, Vec, T>;
-}
-
-template <bool Backward, Kind K, bool Vec, class T>
 cudaError_t run(const NormArgs& args, cudaStream_t stream) {
   using A = SumOf<T>;
-  constexpr auto few = few_kernel<Backward, K, Vec, T>();
   if (args.n <= kFew) {
-    const Grid grid = few_grid_of<T>(args, 1);
-    return launch_kernel(few, grid.ctas(), kFewThreads, 0, stream, args, grid);
-  }
-  if (args.n <= kFewOfParts) {
-    bool clusters = false;
-    const cudaError_t error = has_clusters(few, &clusters);
-    if (error != cudaSuccess) return error;
-    if (clusters) {
-      const Grid grid = few_grid_of<T>(args, kParts);
-      return launch_clusters(few, {1, kParts}, {static_cast<unsigned>(grid.across), kParts}, kFewThreads, 0, stream,
-                             args, grid);
-    }
+    const Grid grid = few_grid_of<T>(args);
+    if constexpr (Backward)
+      return launch_kernel(few_backward_kernel<K, Vec, T>, grid.ctas(), kFewThreads, 0, stream, args, grid);
+    else
+      return launch_kernel(few_forward_kernel<K, Vec, T>, grid.ctas(), kFewThreads, 0, stream, args, grid);
   }
   constexpr bool kSmooth = K == Kind::smooth;
   const Grid grid = grid_of<T>(args, !Backward ? kMomentsPerSm : kSmooth ? kSmoothPerSm : kPerSm);

@@ -179,14 +179,13 @@ __global__ void __launch_bounds__(kFewThreads) few_backward_kernel(const NormArg
   Sums<A> found[V];
   gradient_sums_of<K, Vec>(args, grid, at, found);
   merge_rows<kFewThreads>(grid, at.row, found);
-  merge_parts(grid, at.row, found);
-  if (at.row == 0 && blockIdx.y == 0) {
+  if (at.row == 0) {
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       if (i < at.valid) finish_sums(args, at.channel + i, found[i]);
     }
   }
-  sync_parts(grid);
+  __syncthreads();
   if constexpr (K == Kind::smooth)
     gradient<Kind::none, Vec>(behind_activation(args), grid, at);
   else

@@ -131,14 +131,13 @@ __global__ void __launch_bounds__(kFewThreads) few_forward_kernel(const NormArgs
   Moments<A> found[V];
   moments_of<Vec>(args, grid, at, found);
   merge_rows<kFewThreads>(grid, at.row, found);
-  merge_parts(grid, at.row, found);
-  if (at.row == 0 && blockIdx.y == 0) {
+  if (at.row == 0) {
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       if (i < at.valid) finish_moments(args, at.channel + i, found[i]);
     }
   }
-  sync_parts(grid);
+  __syncthreads();
   apply<K, Vec>(args, grid, at);
 }
 

@@ -1,8 +1,6 @@
 // Rows and channels of a thread of the norm kernels, and sums over the threads of a CTA. Part of norm.cu.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include "../common/epilogue.cuh"
 #include "../conv/common.cuh"
 
@@ -13,10 +11,7 @@ constexpr int kThreads = 256, kFewThreads = 768, kFinishThreads = 512;
 constexpr int kMomentsPerSm = 5, kSmoothPerSm = 2, kPerSm = 3;  // CTAs that an SM holds at a time
 constexpr int kFinished = 4;                                    // channels of a CTA that adds the sums
 constexpr int kFewBytes = 32;   // of channels side by side in a CTA that takes all rows: a sector
-constexpr int kFewColumns = 4;  // most threads side by side there
-constexpr int kParts = 8;       // CTAs of a cluster that share the rows of those channels
-constexpr int64_t kFew = 1024;  // rows of which one launch is faster than three, without clusters and with them
-constexpr int64_t kFewOfParts = 16 * kFew;
+constexpr int64_t kFew = 1024;  // rows of which one launch is faster than three
 
 template <class T>
 struct Step {
@@ -51,11 +46,9 @@ Grid grid_of(const NormArgs& args, int per_sm) {
   return grid_of<T>(args, kThreads, ceil_div(vectors, across), across, int64_t{per_sm} * args.sm_count / across);
 }
 template <class T>
-Grid few_grid_of(const NormArgs& args, int parts) {
+Grid few_grid_of(const NormArgs& args) {
   constexpr int64_t columns = kFewBytes / (Step<T>::V * sizeof(T));
-  Grid grid = grid_of<T>(args, kFewThreads, columns, ceil_div(args.channels, columns * Step<T>::V), parts);
-  grid.blocks = parts;  // some may have no rows
-  return grid;
+  return grid_of<T>(args, kFewThreads, columns, ceil_div(args.channels, columns * Step<T>::V), 1);
 }
 
 // The place of a thread: its groups, first channel, and how many of V exist.
@@ -71,7 +64,7 @@ struct Place {
     channel = vector * V;
     const int left = static_cast<int>(args.channels) - channel;
     valid = row >= grid.step || left <= 0 ? 0 : min(left, V);
-    const int64_t block = blockIdx.x / grid.across + blockIdx.y;  // y: the part, where all rows are a cluster's
+    const int64_t block = blockIdx.x / grid.across;
     begin = block * grid.each;
     end = min(grid.groups, begin + grid.each);
   }
@@ -202,40 +195,6 @@ __device__ __forceinline__ void merge_rows(const Grid& grid, int row, State (&mi
 #pragma unroll
     for (int i = 0; i < V; ++i) mine[i].merge(s_state[i][threadIdx.x + k * apart]);
   }
-}
-
-// The same of the CTAs of a cluster, part after part: complete in the threads of row 0 of each. All threads call; shared memory
-// is read until sync_parts.
-template <class State, int V>
-__device__ __forceinline__ void merge_parts(const Grid& grid, int row, State (&mine)[V]) {
-#if __CUDA_ARCH__ >= 900
-  if (grid.blocks == 1) return;
-  __shared__ State s_part[V][kFewColumns];
-  const auto cluster = cooperative_groups::this_cluster();
-  if (row == 0) {
-#pragma unroll
-    for (int i = 0; i < V; ++i) s_part[i][threadIdx.x] = mine[i];
-  }
-  cluster.sync();
-  if (row != 0) return;
-#pragma unroll 1
-  for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-    for (int i = 0; i < V; ++i) {
-      const State theirs = *cluster.map_shared_rank(&s_part[i][threadIdx.x], part);
-      if (part == 0)
-        mine[i] = theirs;
-      else
-        mine[i].merge(theirs);
-    }
-  }
-#endif
-}
-__device__ __forceinline__ void sync_parts(const Grid& grid) {
-#if __CUDA_ARCH__ >= 900
-  if (grid.blocks > 1) return cooperative_groups::this_cluster().sync();
-#endif
-  __syncthreads();
 }
 
 // What is compiled on its own: without tests in its loops for what is most frequent. `any` has a piecewise linear

@@ -167,7 +167,7 @@ class Cuda : public Backend {
 
   int64_t index_bytes(int part, int64_t capacity) const override {
     if (part == 0) return times(4, capacity);
-    return times(k::brick_room(capacity), sizeof(k::Brick));
+    return times(k::brick_capacity(capacity, -1), sizeof(k::Brick));
   }
 
   std::vector<int64_t> map_bytes(const MapCall& call) override {
@@ -202,7 +202,7 @@ class Cuda : public Backend {
           order.coords = frame.at<int>(call.set.coords);
           order.order = frame.at<int>(call.set.index[0]);
           order.workspace = scratch;
-          check(k::index_coords(order, frame.at<k::Brick>(call.set.index[1]), k::brick_room(order.n), stream_of(frame)),
+          check(k::index_coords(order, frame.at<k::Brick>(call.set.index[1]), k::brick_capacity(order.n, -1), stream_of(frame)),
                 "index_coords");
         }};
   }
@@ -620,7 +620,7 @@ class Cuda : public Backend {
     }
     args.n_in = call.in.capacity;
     args.n_out = call.out.capacity;
-    args.capacity = k::brick_room(call.in.capacity);
+    args.capacity = k::brick_capacity(call.in.capacity, -1);
     args.sm_count = sm_count_;
     int64_t most_passes, most_uniq4;
     k::plan_room(args, &most_passes, &most_uniq4);
@@ -652,7 +652,7 @@ class Cuda : public Backend {
     args.workspace = workspace;
     check(k::order_coords(args, stream_of(frame)), "order_coords");
     check(k::build_bricks(args.coords, args.order, args.n, args.count, frame.at<k::Brick>(set.index[1]),
-                          k::brick_room(args.n), stream_of(frame)),
+                          k::brick_capacity(args.n, -1), stream_of(frame)),
           "build_bricks");
   }
 
@@ -684,7 +684,7 @@ class Cuda : public Backend {
               });
               check(k::index_cells(now.box, now.bounds, cells, call.to.capacity, frame.at<int>(call.to.coords),
                                    frame.at<int>(call.to.index[0]), frame.at<k::Brick>(call.to.index[1]),
-                                   k::brick_room(call.to.capacity), frame.at<k::CellStats>(call.status),
+                                   k::brick_capacity(call.to.capacity, -1), frame.at<k::CellStats>(call.status),
                                    frame.at<int64_t>(call.to.count), stream),
                     "index_cells");
             }};

@@ -307,8 +307,6 @@ cudaError_t order_coords(const OrderArgs&, cudaStream_t);
 
 // Hash table of the bricks of an ordered set. `bricks` -1: not known.
 int64_t brick_capacity(int64_t n, int64_t bricks);
-// The same of a set that has room for so many rows: mostly for a quarter more than there are.
-int64_t brick_room(int64_t rows);
 // Rows that are not packable are left out.
 cudaError_t build_bricks(const int* coords, const int* order, int64_t n, const int64_t* count, Brick* table,
                          int64_t capacity, cudaStream_t);

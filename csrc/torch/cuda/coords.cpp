@@ -27,7 +27,7 @@ CoordBox box_within(const Ints& bounds) {
 
 Tensor brick_table(const Launch& on, const Tensor& coords, const Tensor& order, int64_t known,
                    const int64_t* count = nullptr) {
-  const int64_t n = coords.size(0), capacity = count == nullptr ? brick_capacity(n, known) : brick_room(n);
+  const int64_t n = coords.size(0), capacity = brick_capacity(n, known);
   const Tensor table = on.empty({capacity, sizeof(Brick) / sizeof(int)}, at::kInt);
   check_cuda(build_bricks(data<int>(coords), data<int>(order), n, count, data<Brick>(table), capacity, on.stream),
              "build_bricks", on.device);
@@ -132,7 +132,7 @@ std::tuple<Tensor, Tensor, Tensor> index_sized_cuda(const Tensor& coords, const 
   const Tensor inner = on.empty({8}, at::kInt);
   args.bounds = data<int>(inner);
   const int64_t n = coords.size(0);
-  const int64_t capacity = brick_room(n);
+  const int64_t capacity = brick_capacity(n, -1);
   Parts parts;
   const int64_t order_at = parts.add(n), table_at = parts.add(4 * capacity);
   const Tensor index = on.empty({parts.total}, at::kInt), scratch = on.scratch(index_workspace(box, n));
@@ -332,7 +332,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> derive_sized_cuda(const Tenso
   }
   const Tensor scratch = on.scratch(bytes);
   mark_cells(on, args, coords, rows, scratch.data_ptr());
-  const int64_t slots = brick_room(capacity);
+  const int64_t slots = brick_capacity(capacity, -1);
   Parts parts;
   const int64_t order_at = parts.add(capacity), table_at = parts.add(4 * slots);
   const Tensor derived = on.empty({capacity, 4}, at::kInt), index = on.empty({parts.total}, at::kInt);

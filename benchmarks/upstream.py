@@ -1,7 +1,7 @@
 """Unmodified networks of other repositories, run by voxmma.compat and by spconv, and how far they agree.
 
     git clone https://github.com/open-mmlab/OpenPCDet; git clone https://github.com/Pointcept/Pointcept; ...
-    python benchmarks/upstream.py OpenPCDet Pointcept CenterPoint SoftGroup mmdetection3d TRELLIS
+    python benchmarks/upstream.py OpenPCDet Pointcept CenterPoint SoftGroup mmdetection3d TRELLIS SphereFormer
     python benchmarks/upstream.py OpenPCDet --reference PYTHON --device cuda --voxels 60000 --repeat 20
     python benchmarks/upstream.py MinkowskiEngine torchsparse spvnas Mask3D
 
@@ -165,6 +165,10 @@ def scatter(src: torch.Tensor, index: torch.Tensor, dim: int = 0, reduce: str = 
     return made
 
 
+def scatter_mean(src: torch.Tensor, index: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    return scatter(src, index, dim, "mean")
+
+
 def segment_csr(src: torch.Tensor, ptr: torch.Tensor, reduce: str = "sum") -> torch.Tensor:
     """Runs of rows of `src` reduced, by one kernel as torch_scatter's."""
     return torch.segment_reduce(src.contiguous(), reduce, offsets=ptr, unsafe=True)
@@ -186,6 +190,17 @@ class BaseModule(nn.Module):
         super().__init__()
 
 
+class RowWise(nn.Module):
+    """In the place of SphereFormer's attention: a layer of each row and where it is."""
+
+    def __init__(self, channels: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(channels, channels)
+
+    def forward(self, feats: torch.Tensor, xyz: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return feats + self.layer(feats) * xyz.sum(1, keepdim=True).sin().to(feats.dtype)
+
+
 class DropPath(nn.Identity):
     """timm's, in evaluation."""
 
@@ -200,7 +215,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "timm.layers": {"DropPath": DropPath, "trunc_normal_": nn.init.trunc_normal_},
     "timm.models": {},
     "timm.models.layers": {"DropPath": DropPath, "trunc_normal_": nn.init.trunc_normal_},
-    "torch_scatter": {"segment_csr": segment_csr, "scatter": scatter},
+    "torch_scatter": {"segment_csr": segment_csr, "scatter": scatter, "scatter_mean": scatter_mean},
     "torch_geometric": {},
     "torch_geometric.utils": {"scatter": scatter},
     "torch_geometric.nn": {},
@@ -221,6 +236,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     # of the checkouts themselves: what would pull in the rest of them
     "pcdet.ops.roiaware_pool3d.roiaware_pool3d_utils": {},
     "pcdet.models.backbones_3d.focal_sparse_conv.SemanticSeg.pyramid_ffn": {},
+    "model.spherical_transformer": {"SphereFormer": RowWise},
     "det3d.models.registry": {"BACKBONES": Registry()},
     "det3d.models.utils": {"build_norm_layer": build_norm_layer},
     "pointcept.models.builder": {"MODELS": Registry(), "MODULES": Registry()},
@@ -236,7 +252,7 @@ pcdet pcdet.ops pcdet.ops.roiaware_pool3d pcdet.utils pcdet.models pcdet.models.
 det3d.models det3d.models.backbones pointcept pointcept.models pointcept.engines
 pointcept.models.sparse_unet pointcept.models.oacnns pointcept.models.point_transformer_v3 softgroup
 softgroup.model mmdet3d mmdet3d.models mmdet3d.models.middle_encoders mmdet3d.models.layers trellis
-trellis.models trellis.modules core core.models core.models.semantic_kitti models
+trellis.models trellis.modules core core.models core.models.semantic_kitti models model
 """
 
 #: Which library a repository's networks are written for, where it is not spconv.
@@ -379,6 +395,35 @@ def softgroup(scene: Scene) -> Made:
     return net, prepare
 
 
+def sphereformer(scene: Scene) -> Made:
+    """Its U-Net, which reads the pairs of rows behind each strided layer; without the attention."""
+    import numpy as np
+
+    window, sphere = np.array([0.3, 0.3, 0.3]), np.array([2.0, 2.0, 80.0])
+    net = load("model.unet_spherical_transformer").Semantic(
+        4,
+        16,
+        19,
+        2,
+        True,
+        [16, 32, 48, 64],
+        window,
+        sphere,
+        window / 24,
+        sphere / 24,
+        window_size_scale=[2, 1.5],
+    )
+
+    def prepare(net: nn.Module, scene: Scene) -> Callable[[], Any]:
+        import spconv.pytorch as spconv
+
+        features, rows = scene.features(4), scene.indices
+        xyz, batch = rows[:, 1:].to(scene.dtype) * 0.05, rows[:, 0].long()
+        return lambda: net(spconv.SparseConvTensor(features, rows.clone(), scene.grid, 2), xyz, batch)
+
+    return net, prepare
+
+
 def mmdet3d(file: str, cls: str, **options: Any) -> Callable[[Scene], Made]:
     def make(scene: Scene) -> Made:
         block = load("mmdet3d.models.layers.sparse_block")
@@ -506,6 +551,7 @@ CASES: dict[str, dict[str, Callable[[Scene], Made]]] = {
         ),
     },
     "softgroup": {"UBlock": softgroup},
+    "model": {"U-Net without attention": sphereformer},
     "mmdet3d": {
         "SparseEncoder": mmdet3d("sparse_encoder", "SparseEncoder"),
         "SparseEncoder, basicblock": mmdet3d(
@@ -717,6 +763,10 @@ class Child:
         command = self.command + [word for name, text in options.items() for word in (f"--{name}", text)]
         threads = max(1, (os.cpu_count() or 1) // args.jobs)  # on a CPU they are part of what is measured
         fewer = {"OMP_NUM_THREADS": str(threads)} if args.device != "cpu" else {}
+        if self.library == "spconv" and args.device == "cpu" and not self.repeat:
+            fewer = {
+                "OMP_NUM_THREADS": "1"
+            }  # several add to a row at once: its results differ from run to run
         with open(self.out.with_suffix(".log"), "w") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, env={**fewer, **os.environ}

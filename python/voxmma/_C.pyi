@@ -285,8 +285,8 @@ class PreparedConv:
         activation: str,
         slope: float,
     ) -> Tensor | None:
-        """torch.ops.voxmma.conv and norm_act, as one node of the graph; None where norm_act takes no such rows or
-        numbers."""
+        """torch.ops.voxmma.conv and norm_act, as one node of the graph; None where norm_act does not take
+        such rows or numbers."""
 
 def operand_facts(x: Tensor, weight: Tensor, bias: Tensor | None) -> bytes | None:
     """Types and shapes of the operands, autocast, inference mode; None where they are on several devices."""

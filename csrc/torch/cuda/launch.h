@@ -53,7 +53,8 @@ struct Launch {
       allocator = made.storage().allocator();
       return made;
     }
-    return at::detail::empty_generic(sizes, allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype, std::nullopt);
+    return at::detail::empty_generic(sizes, allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype,
+                                     std::nullopt);
   }
   Tensor scratch(size_t bytes) const { return empty({static_cast<int64_t>(bytes)}, at::kByte); }
 

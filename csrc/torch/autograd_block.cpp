@@ -73,14 +73,14 @@ class BlockFunction : public torch::autograd::Function<BlockFunction> {
                    block->types.stored.empty() ? weight : kernel_of(weight),
                    bias.defined() ? OptTensor(bias) : std::nullopt);
     }
-    const NormGradients of = norm_gradients(block->norm, grads[0].to(h.scalar_type()), h, norm_weight, norm_bias,
+    const NormGradients of = norm_gradients(block->norm, as_type(grads[0], h.scalar_type()), h, norm_weight, norm_bias,
                                             saved[6], saved[7], saved[8], block->of_residual);
-    const Tensor dy = of.x.to(block->types.x_dtype);
+    const Tensor dy = as_type(of.x, block->types.x_dtype);
     if (ctx->needs_input_grad(0)) out[0] = conv_gradient_of_x(*block->plan, block->types, dy, weight);
     if (ctx->needs_input_grad(1)) out[1] = conv_gradient_of_weight(*block->plan, block->types, dy, x);
     if (bias.defined() && bias.requires_grad()) out[2] = conv_gradient_of_bias(of.x, bias.scalar_type());
-    if (norm_weight.defined()) out[3] = of.weight.to(norm_weight.scalar_type());
-    if (norm_bias.defined()) out[4] = of.bias.to(norm_bias.scalar_type());
+    if (norm_weight.defined()) out[3] = as_type(of.weight, norm_weight.scalar_type());
+    if (norm_bias.defined()) out[4] = as_type(of.bias, norm_bias.scalar_type());
     out[5] = of.residual;
     return out;
   }

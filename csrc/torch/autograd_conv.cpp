@@ -93,11 +93,11 @@ Tensor conv_gradient_of_weight(const Plan& plan, const ConvTypes& types, const T
                                                plan.accumulator, plan.wgrad_tile, plan.dgrad_tile, written);
   if (types.groups == 1 && types.grouped) dw = dw.unsqueeze(1);
   if (!types.stored.empty()) dw = dw.permute({2, 0, 1}).reshape(types.stored);
-  return dw.to(types.weight_dtype);
+  return as_type(dw, types.weight_dtype);
 }
 
 Tensor conv_gradient_of_bias(const Tensor& dy, ScalarType dtype) {
-  return dy.sum(0, /*keepdim=*/false, sum_type(dy.scalar_type())).to(dtype);
+  return as_type(dy.sum(0, /*keepdim=*/false, sum_type(dy.scalar_type())), dtype);
 }
 
 namespace {
@@ -160,7 +160,7 @@ class ConvFunction : public torch::autograd::Function<ConvFunction> {
         data["n_in"].toSymInt(),     data["x_dtype"].toScalarType(), data["weight_dtype"].toScalarType(),
         data["volume"].toInt(),      data["groups"].toInt(),         data["grouped"].toBool(),
         data["stored"].toIntVector()};
-    const Tensor dy = grads[0].to(types.x_dtype);
+    const Tensor dy = as_type(grads[0], types.x_dtype);
     if (ctx->needs_input_grad(0)) out[0] = conv_gradient_of_x(plan, types, dy, saved[1]);
     if (ctx->needs_input_grad(1)) out[1] = conv_gradient_of_weight(plan, types, dy, saved[0]);
     const auto bias = data.find("bias_dtype");

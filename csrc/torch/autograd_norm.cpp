@@ -122,11 +122,11 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
     call.activation = data["activation"].toStringRef();
     call.slope = data["slope"].toDouble();
     call.eps = data["eps"].toDouble();
-    const NormGradients made = norm_gradients(call, grads[0].to(x.scalar_type()), x, weight, bias, saved[3], saved[4],
-                                              saved[5], data["residual_gradient"].toBool());
+    const NormGradients made = norm_gradients(call, as_type(grads[0], x.scalar_type()), x, weight, bias, saved[3],
+                                              saved[4], saved[5], data["residual_gradient"].toBool());
     out[0] = made.x;
-    if (weight.defined()) out[1] = made.weight.to(weight.scalar_type());
-    if (bias.defined()) out[2] = made.bias.to(bias.scalar_type());
+    if (weight.defined()) out[1] = as_type(made.weight, weight.scalar_type());
+    if (bias.defined()) out[2] = as_type(made.bias, bias.scalar_type());
     out[3] = made.residual;
     return out;
   }

@@ -128,6 +128,9 @@ struct ConvTypes {
     if (is_stored) volume = volume_of_stored(weight);
   }
 };
+// `t` in a type; where it has it, without a call of an op.
+inline Tensor as_type(const Tensor& t, ScalarType type) { return t.scalar_type() == type ? t : t.to(type); }
+
 // dy in x's type, but for the bias's. Differentiable again.
 Tensor conv_gradient_of_x(const Plan& plan, const ConvTypes& types, const Tensor& dy, const Tensor& weight);
 Tensor conv_gradient_of_weight(const Plan& plan, const ConvTypes& types, const Tensor& dy, const Tensor& x);

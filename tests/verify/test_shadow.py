@@ -58,6 +58,7 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         honest(x, w, b, mapping, y, record)
 
     monkeypatch.setattr(call_module, "observe", observe)
+    monkeypatch.setattr(call_module, "observed", lambda: True)  # who compares results need not listen
     yield planted
 
 

@@ -243,7 +243,8 @@ Tensor wgrad_cuda(const Tensor& x, const Tensor& dy, TensorList map, TensorList 
   const KernelEntry& entry = find_tile(tile, Op::wgrad, to_dtype(x.scalar_type()), accum, on.info);
   TORCH_INTERNAL_ASSERT(entry.config.accum == Accum::f32 || entry.config.accum == Accum::f64);
 
-  const Tensor dw = on.empty({kernel_volume, groups, s.c_in, s.c_out}, s.out);
+  const Tensor dw = groups == 1 ? on.empty({kernel_volume, s.c_in, s.c_out}, s.out)
+                                : on.empty({kernel_volume, groups, s.c_in, s.c_out}, s.out);
   if (x.size(0) == 0 || dy.size(0) == 0) {
     dw.zero_();
   } else {
@@ -263,7 +264,7 @@ Tensor wgrad_cuda(const Tensor& x, const Tensor& dy, TensorList map, TensorList 
     args.groups = static_cast<int>(groups);
     launch(entry, args, on);
   }
-  return groups == 1 ? dw.squeeze(1) : dw;
+  return dw;
 }
 
 TORCH_LIBRARY_IMPL(voxmma, CUDA, m) {

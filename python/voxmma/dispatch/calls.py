@@ -383,11 +383,11 @@ class Repeat(NamedTuple):
         """The call itself, from rows on `coords` to rows on `out`; and what followed in it, by name."""
         if self.dtype is not None:
             feats = feats.to(self.dtype)
-        prepared, y = self.prepared, None
+        prepared, y, seen = self.prepared, None, observed()
         applied: tuple[str, ...] = ()
         if prepared is None or has_torch_function((feats, weight, bias)):
             y = _launch(self.op, (feats, _kernel(self.config, weight), bias, *self.operands))
-        elif then is not None and not observed():
+        elif then is not None and not seen:
             channels = _channels(self.config, weight)
             y = then.run(prepared, feats, weight, bias, self.record.out_dtype, out, channels)
             applied = () if y is None else then.names()
@@ -395,7 +395,7 @@ class Repeat(NamedTuple):
             y = prepared(feats, weight, bias)  # type: ignore[misc]
         if listening():
             notify(self.record)
-        if observed():
+        if seen:
             mapping = KernelMap(coords, out, self.core, self.reverse)
             observe(feats, _kernel(self.config, weight), bias, mapping, y, self.record)
         return y, applied

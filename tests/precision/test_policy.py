@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import operator
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -856,6 +858,15 @@ def test_removing_casts_never_changes_a_bit(steps: list[tuple[int, int, int]]) -
     policy_graph.remove_redundant_casts(gm)
     for a, b in zip(gm(x.clone()), expected, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_a_traced_module_is_not_kept() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    parts = [weakref.ref(part) for part in model]
+    graph, _ = policy_graph.trace(model, "auto_mixed", (torch.ones(2, 4),))
+    del model, graph
+    gc.collect()
+    assert [part() for part in parts] == [None, None]
 
 
 def test_unknown_functions_in_a_graph_run_in_f32() -> None:

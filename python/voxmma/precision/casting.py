@@ -58,7 +58,7 @@ def operand_plan(
     policy: PrecisionPolicy, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> OperandPlan:
     """The casts a call of ``target`` needs under ``policy``; ``target`` as for `kind_of`."""
-    name = _op_name(target)
+    name = None if isinstance(target, nn.Module) else _op_name(target)  # which keeps what it is asked about
     if isinstance(target, nn.Module):
         kind = kind_of(target)
         if getattr(target, "inplace", False):

@@ -159,7 +159,7 @@ def test_override_refuses_what_it_does_not_know() -> None:
         ("cache_dir", "a\0b", ValueError),
     ],
 )
-def test_bad_values_are_named(name: str, value: Any, error: type[Exception]) -> None:
+def test_bad_values_are_named(name: str, value: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"{name} must be"), settings.override(**{name: value}):
         pass
     assert settings.snapshot() == settings.Settings()

@@ -56,7 +56,7 @@ def test_indices_and_states_that_cannot_be_are_named() -> None:
         for index in (2.5, "2", None, True, -1):
             with pytest.raises(ScheduleError, match="epoch is a whole number"):
                 schedule.start(index)  # type: ignore[arg-type]
-            with pytest.raises(ScheduleError, match="no index|epoch is a whole number"):
+            with pytest.raises(ScheduleError, match=r"no index|epoch is a whole number"):
                 schedule.load_state_dict(
                     {**saved, "index": index} if index is not None else {"version": 1, "unit": "epoch"}
                 )

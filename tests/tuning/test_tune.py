@@ -279,7 +279,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_without_a_home_directory_nothing_is_kept(
     card: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A container's user whom the system does not know, and no HOME: reading goes on, writing says why not."""
+    """No HOME, and a user whom the system does not know: reading goes on, writing says why not."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it gives then
     with settings.override(cache_dir="~/.cache/voxmma of nobody"):

@@ -7,6 +7,7 @@ import copy
 import io
 import itertools
 import json
+import multiprocessing
 import pickle
 import threading
 import zipfile
@@ -681,3 +682,48 @@ def test_fault_49_a_cut_artefact_is_an_artefact_error(tmp_path: Path) -> None:
         load(path)
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "absent.pt2")
+
+
+@pytest.mark.skipif(not torchflags.HAS_TREE, reason="this PyTorch has no precision of its own for a CPU")
+def test_a_child_process_has_no_launch_of_another_thread() -> None:
+    """What a launch holds is put back in a child that is forked meanwhile; one's own launch goes on."""
+
+    def child(work: Callable[[], None]) -> int:
+        process = multiprocessing.get_context("fork").Process(target=work)
+        process.start()
+        process.join(60)
+        assert process.exitcode is not None
+        return process.exitcode
+
+    def here() -> None:
+        assert torchflags.snapshot() == before
+
+    begun, over = threading.Event(), threading.Event()
+
+    def launch() -> None:
+        with torchflags.pinned("ieee", "cpu"):
+            begun.set()
+            over.wait(60)
+
+    with torchflags.preserved():
+        torchflags._set("mkldnn", "matmul", "bf16")
+        before = torchflags.snapshot()
+        worker = threading.Thread(target=launch)
+        worker.start()
+        begun.wait(60)
+        assert torchflags.effective_fp32_precision("matmul", "cpu") == "ieee"
+        assert child(here) == 0
+        over.set()
+        worker.join()
+        launched = torchflags.pinned("ieee", "cpu")
+        launched.__enter__()
+
+        def ends() -> None:
+            assert torchflags.effective_fp32_precision("matmul", "cpu") == "ieee"
+            launched.__exit__(None, None, None)
+            here()
+            assert torchflags._launches.count == 0
+
+        assert child(ends) == 0
+        launched.__exit__(None, None, None)
+        here()

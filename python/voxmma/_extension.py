@@ -32,11 +32,11 @@ def _choose(bindings: Path, version: str, env: dict[str, str]) -> Path:
     what = f"this voxmma has bindings for {listed}, and none for torch {version}"
     if _binding.minor_of(version) < _binding.OLDEST_TORCH:
         raise ImportError(f"{what}, which is older than 2.8: install torch 2.8 or newer")
-    cache = Path(env.get("VOXMMA_CACHE_DIR") or "~/.cache/voxmma").expanduser() / "bindings"
     try:
+        cache = Path(env.get("VOXMMA_CACHE_DIR") or "~/.cache/voxmma").expanduser() / "bindings"
         found = _binding.read_torch(Path(torch.__file__).parent)
         return _binding.compiled_once(bindings, cache, found, env)
-    except (_binding.BuildError, OSError) as error:
+    except (RuntimeError, OSError) as error:  # BuildError, or there is no home directory
         raise ImportError(f"{what}: {error}; install one of these, or a newer voxmma") from error
 
 

@@ -1,10 +1,12 @@
-"""What surrounds a call: autocast, and policies that cast (`voxmma.policy`)."""
+"""What surrounds a call: autocast, policies that cast (`voxmma.policy`), calls of modules under way."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,3 +35,25 @@ def undisturbed() -> Iterator[None]:
             yield
         finally:
             surroundings.modes.remove(mark)
+
+
+def module_call() -> FrameType | None:
+    """For a hook: the frame of the module's call. `is_running` says whether it has ended.
+
+    PyTorch calls no hook, not even with ``always_call``, where a forward ends by an exception that is no
+    Exception, such as KeyboardInterrupt.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (
+        frame.f_globals is vars(torch.nn.modules.module) and "_call_impl" in frame.f_code.co_name
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def is_running(call: FrameType | None) -> bool:
+    """Whether a call of this thread is under way; True where its frame is not known."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return call is None or frame is not None

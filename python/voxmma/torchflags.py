@@ -422,10 +422,15 @@ _own = threading.local()  # .launches: how many this thread is in
 
 
 def _forked() -> None:
-    """A child process has one thread, which is in no launch."""
+    """A child process has one thread: launches of others are over there, and what they held is put back."""
     global _LOCK, _IDLE, _launches
+    former, own = _launches, getattr(_own, "launches", 0)
     _LOCK = threading.RLock()
     _IDLE, _launches = threading.Condition(_LOCK), _Launches()
+    if own:
+        _launches, former.count = former, own
+    else:
+        former.undo.close()
 
 
 os.register_at_fork(after_in_child=_forked)

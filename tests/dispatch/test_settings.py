@@ -144,6 +144,27 @@ def test_override_refuses_what_it_does_not_know() -> None:
     assert settings.snapshot() == settings.Settings()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("fwd_algo_mode", 3, TypeError),
+        ("dgrad_algo_mode", [1], TypeError),
+        ("wgrad_algo_mode", [], TypeError),
+        ("compute_capability", (9, -1), ValueError),
+        ("compute_capability", (9, 12), ValueError),
+        ("cache_dir", 3, TypeError),
+        ("cache_dir", b"/tmp", TypeError),
+        ("cache_dir", "", ValueError),
+        ("cache_dir", " ", ValueError),
+        ("cache_dir", "a\0b", ValueError),
+    ],
+)
+def test_bad_values_are_named(name: str, value: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"{name} must be"), settings.override(**{name: value}):
+        pass
+    assert settings.snapshot() == settings.Settings()
+
+
 def test_fp32_precision_follows_torch_until_set(monkeypatch: pytest.MonkeyPatch) -> None:
     matmul = torch.backends.cuda.matmul
     assert voxmma.get_fp32_precision() == "ieee"

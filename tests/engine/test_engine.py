@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import json
 import math
 import pickle
 import threading
@@ -1359,6 +1360,13 @@ def test_files_that_are_no_engine_of_this_machine(tmp_path: Path) -> None:
     ):
         with pytest.raises(EngineError, match=message):
             load(edited(path, lambda head: head["tensors"][0].__setitem__(place, value)))  # noqa: B023
+    context = {"default_factory_module": "antigravity", "default_factory_name": "f", "dict_context": ["a"]}
+    leaf = {"type": None, "context": None, "children_spec": []}
+    named = {"type": "collections.defaultdict", "context": context, "children_spec": [leaf]}
+    for name in ("returned", "built"):
+        wrong = edited(path, lambda head: head.__setitem__(name, json.dumps([1, named])))  # noqa: B023
+        with pytest.raises(EngineError, match="to be imported: antigravity"):
+            load(wrong)
     cut = tmp_path / "cut.engine"
     for length, message in ((-2000, "is damaged: it has"), (20, "is no engine"), (0, "is no engine")):
         cut.write_bytes(path.read_bytes()[:length])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import json
 import pickle
@@ -209,6 +210,100 @@ def test_fault_59_programs_that_could_be_code_are_refused(
 ) -> None:
     with pytest.raises(ArtefactError, match=message):
         load(write(tmp_path / "bad.pt2", edited(entries(good), change)))
+
+
+LEAF = {"type": None, "context": None, "children_spec": []}
+
+
+def named(module: str, name: str) -> dict[str, Any]:
+    """A structure for which torch imports a module."""
+    context = {"default_factory_module": module, "default_factory_name": name, "dict_context": ["a"]}
+    return {"type": "collections.defaultdict", "context": context, "children_spec": [LEAF]}
+
+
+def enum(module: str, name: str) -> dict[str, Any]:
+    context = json.dumps([{"__enum__": True, "fqn": f"{module}:{name}", "name": "A"}])
+    return {"type": "builtins.dict", "context": context, "children_spec": [LEAF]}
+
+
+@pytest.mark.parametrize("make", [named, enum])
+@pytest.mark.parametrize("where", ["in_spec", "out_spec", "inputs", "outputs"])
+def test_structures_import_nothing(
+    good: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[str, str], dict[str, Any]],
+    where: str,
+) -> None:
+    """Not even with letters written as JSON's escapes."""
+    (tmp_path / "voxmma_bomb.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    node = {"type": "builtins.tuple", "context": "null", "children_spec": [make("voxmma_bomb", "f")]}
+    text = json.dumps([1, node])
+    for spec in (text, text.replace("factory", "f\\u0061ctory").replace("__enum", "\\u005f_enum")):
+        assert json.loads(spec) == json.loads(text)
+
+        def change(program: dict[str, Any], spec: str = spec) -> None:
+            (module, *_) = program["graph_module"]["module_call_graph"]
+            module["signature"][where] = spec
+
+        parts = entries(good)
+        if where.endswith("_spec"):
+            parts = edited(parts, change)
+        else:
+            i = place(parts, "voxmma.json")
+            parts[i] = parts[i][0], json.dumps({**json.loads(parts[i][1]), where: spec}).encode()
+        with pytest.raises(ArtefactError, match="to be imported"):
+            load(write(tmp_path / "bad.pt2", parts))
+
+
+def test_structures_of_plain_types_pass(tmp_path: Path) -> None:
+    class Counted(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            return collections.defaultdict(list, {"{y": [y], 3: collections.OrderedDict(y=y)})
+
+    path, x = tmp_path / "net.pt2", torch.ones(3, 4)
+    made = compile_model(Counted(4, 2), (x,))
+    made.save(path)
+    y = load(path)(x)
+    assert y.default_factory is list and torch.equal(y["{y"][0], made(x)[3]["y"])
+
+    class Named(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return collections.defaultdict(Path.cwd, y=super().forward(x))
+
+    with pytest.raises(ArtefactError, match=r"outputs cannot be in an artefact: .*imported: pathlib"):
+        compile_model(Named(4, 2), (x,))
+
+
+def test_damaged_metadata_is_refused(good: Path, tmp_path: Path) -> None:
+    parts = entries(good)
+    at, check = place(parts, "voxmma.json"), place(parts, "voxmma.check")
+    whole = json.loads(parts[at][1])
+    changes: list[Any] = [
+        [],
+        {"format": whole["format"]},
+        *(
+            {key: value for key, value in whole.items() if key != name}
+            for name in ("policy", "aot", "passed")
+        ),
+        {**whole, "policy": 3},
+        {**whole, "passed": {"7": 0}},
+        {**whole, "passed": {"0": 7}},
+        {**whole, "tolerance": "1"},
+        {**whole, "tolerance": float("inf")},
+        {**whole, "aot": {}},
+        {**whole, "outputs": "[9]"},
+        {**whole, "inputs": '[1, {"type": "builtins.tuple"}]'},
+    ]
+    for text in (b"{", *(json.dumps(changed).encode() for changed in changes)):
+        changed = [*parts[:at], (parts[at][0], text), *parts[at + 1 :]]
+        with pytest.raises(ArtefactError, match="is damaged, or of another format"):
+            load(write(tmp_path / "bad.pt2", changed))
+    changed = [*parts[:check], (parts[check][0], b"AAAA"), *parts[check + 1 :]]
+    with pytest.raises(ArtefactError, match="damaged example"):
+        load(write(tmp_path / "bad.pt2", changed))
 
 
 def test_fault_59_guards_of_a_file_are_not_compiled(good: Path, tmp_path: Path) -> None:

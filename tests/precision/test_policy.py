@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import operator
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -331,6 +333,32 @@ def test_other_threads_are_not_touched() -> None:
     assert seen == [F32]
 
 
+def test_a_block_may_end_in_another_thread() -> None:
+    """A generator is closed, or collected, by whoever has it last."""
+    flags, own = torchflags.snapshot(), voxmma.settings.snapshot()
+    tf32 = PrecisionPolicy.custom({"Compute": "tf32"})
+
+    def held() -> Iterator[None]:
+        with tf32:
+            yield
+
+    def close(generator: Any) -> None:
+        with tf32:  # a block of its own, which ends first
+            pass
+        generator.close()
+
+    generator = held()
+    next(generator)
+    worker = threading.Thread(target=close, args=(generator,))
+    worker.start()
+    worker.join()
+    assert current_policy() is None
+    assert _get_current_function_mode_stack() == [] and not torch.is_autocast_enabled("cpu")
+    assert torchflags.snapshot() == flags and voxmma.settings.snapshot() == own
+    with pytest.raises(RuntimeError, match="no block of policy custom@1"):
+        tf32.__exit__(None, None, None)
+
+
 def test_blocks_nest_and_put_everything_back() -> None:
     flags, own = torchflags.snapshot(), voxmma.settings.snapshot()
     x = torch.randn(4, 4)
@@ -480,6 +508,46 @@ def test_a_failing_forward_leaves_no_mode_behind() -> None:
             assert _get_current_function_mode_stack() == []
             assert current_policy() is None
             assert not torch.is_autocast_enabled("cpu")
+
+
+class Interrupted(nn.Module):
+    """What Ctrl-C does to a forward. PyTorch calls no hook for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_forward_leaves_no_policy_behind() -> None:
+    class Goes(nn.Module):  # on, whatever happens to its part
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Interrupted()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with pytest.raises(KeyboardInterrupt):
+                self.part(x)
+            assert current_policy() is PrecisionPolicy.always_f32
+            return x @ x + (x.half() @ x.half()).float()
+
+    model, x = nn.Sequential(nn.Linear(2, 2), Interrupted()), torch.ones(2, 2)
+    for look in (
+        lambda: current_policy() is None,
+        lambda: (x @ x).dtype == F32 and not torch.is_autocast_enabled("cpu"),
+    ):
+        handle = apply_policy(model, "auto_mixed")
+        with pytest.raises(KeyboardInterrupt) as kept:  # as a debugger does: the frames stay
+            model(x)
+        assert look()
+        assert model[0](x).dtype == F32
+        handle.revert()
+        assert not model._forward_hooks and handle.casts["Compute"] > 0
+        assert _get_current_function_mode_stack() == []
+        assert kept.traceback
+    outer = Goes()
+    with apply_policy(outer, "always_f32", {"part": "auto_mixed"}):
+        assert torch.equal(outer(x), 2 * (x @ x))
+        assert current_policy() is None
+        assert _get_current_function_mode_stack() == []
 
 
 def test_copies_of_a_module_keep_the_policy_and_their_own_weights() -> None:
@@ -790,6 +858,15 @@ def test_removing_casts_never_changes_a_bit(steps: list[tuple[int, int, int]]) -
     policy_graph.remove_redundant_casts(gm)
     for a, b in zip(gm(x.clone()), expected, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_a_traced_module_is_not_kept() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    parts = [weakref.ref(part) for part in model]
+    graph, _ = policy_graph.trace(model, "auto_mixed", (torch.ones(2, 4),))
+    del model, graph
+    gc.collect()
+    assert [part() for part in parts] == [None, None]
 
 
 def test_unknown_functions_in_a_graph_run_in_f32() -> None:

@@ -47,6 +47,24 @@ def test_schedules_that_cannot_be_followed(schedule: Any, message: str) -> None:
         TF32Scheduler(schedule)
 
 
+def test_indices_and_states_that_cannot_be_are_named() -> None:
+    with pytest.raises(TypeError, match="schedule maps"):
+        TF32Scheduler([False])  # type: ignore[arg-type]
+    schedule = TF32Scheduler({0: False, 2: True})
+    saved = schedule.state_dict()
+    with schedule:
+        for index in (2.5, "2", None, True, -1):
+            with pytest.raises(ScheduleError, match="epoch is a whole number"):
+                schedule.start(index)  # type: ignore[arg-type]
+            with pytest.raises(ScheduleError, match=r"no index|epoch is a whole number"):
+                schedule.load_state_dict(
+                    {**saved, "index": index} if index is not None else {"version": 1, "unit": "epoch"}
+                )
+        assert schedule.index is None and not torchflags.tf32_allowed()
+        schedule.start(torch.tensor(2))  # type: ignore[arg-type]
+        assert json.loads(json.dumps(schedule.state_dict()))["index"] == 2
+
+
 def test_key_zero_must_match_the_global_setting() -> None:
     TF32Scheduler({0: True, 100: False}, allow_tf32=True)
     with pytest.raises(ScheduleError, match="allow_tf32 is True"):
@@ -87,7 +105,7 @@ def test_what_holds_is_the_last_entry_not_above(rest: dict[int, bool], index: in
         naive = rest.get(epoch, naive)
     scheduler = TF32Scheduler(schedule, allow_tf32=first)
     assert scheduler.value_at(index) is naive
-    with pytest.raises(ScheduleError, match="below 0"):
+    with pytest.raises(ScheduleError, match="not -1"):
         scheduler.value_at(-1)
 
 
@@ -245,7 +263,12 @@ class FakeTrainer:
         self.current_epoch = self.global_step = 0
 
     def fit(
-        self, model: nn.Module, epochs: range, fail_at: int | None = None, checkpoint: Any = None
+        self,
+        model: nn.Module,
+        epochs: range,
+        fail_at: int | None = None,
+        checkpoint: Any = None,
+        first: int = 0,
     ) -> list[bool]:
         seen = []
         self.callback.setup(self, model, "fit")
@@ -253,9 +276,13 @@ class FakeTrainer:
             self.callback.load_state_dict(checkpoint)
         try:
             self.callback.on_fit_start(self, model)
+            self.current_epoch = epochs[0]
+            self.callback.on_train_start(self, model)
             for self.current_epoch in epochs:
-                self.callback.on_train_epoch_start(self, model)
-                for batch in range(2):
+                done = first if self.current_epoch == epochs[0] else 0
+                if not done:  # Lightning resumes an epoch without its start
+                    self.callback.on_train_epoch_start(self, model)
+                for batch in range(done, 2):
                     self.callback.on_train_batch_start(self, model, None, batch)
                     seen.append(torchflags.tf32_allowed())
                     if self.current_epoch == fail_at:
@@ -291,6 +318,8 @@ def test_the_lightning_callback(lightning: type) -> None:
 
     again = lightning_callback(TF32Scheduler({0: False, 1: True, 3: False}))
     assert FakeTrainer(again).fit(model, range(2, 5), checkpoint=saved) == [True] * 2 + [False] * 4
+    middle = lightning_callback(TF32Scheduler({0: False, 1: True, 3: False}))
+    assert FakeTrainer(middle).fit(model, range(2, 4), checkpoint=saved, first=1) == [True, False, False]
     steps = lightning_callback(TF32Scheduler({0: False, 3: True}, unit="step"))
     assert FakeTrainer(steps).fit(model, range(2)) == [False, False, False, True]
     assert state() == before
@@ -355,6 +384,11 @@ def test_the_callback_in_a_real_trainer(tmp_path: Path) -> None:
     fit(first, 2, [callback(), steps]).save_checkpoint(tmp_path / "two.ckpt")
     fit(rest, 4, [callback()], tmp_path / "two.ckpt")
     assert first.seen + rest.seen == whole.seen
+    begun, resumed = Model(), Model()
+    saves = lightning.callbacks.ModelCheckpoint(tmp_path, "middle", every_n_train_steps=3)
+    fit(begun, 2, [callback(), saves])
+    fit(resumed, 4, [callback()], tmp_path / "middle.ckpt")
+    assert begun.seen[:3] + resumed.seen == whole.seen  # the second epoch goes on as it began
     other = lightning_callback(TF32Scheduler({0: False, 1: True}))
     for model, callbacks, options, error in (
         (Model(), [other], {"resume": tmp_path / "two.ckpt"}, ScheduleError),

@@ -276,6 +276,20 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         assert "cannot be written" in (store.append([measured()]) or "")
 
 
+def test_without_a_home_directory_nothing_is_kept(
+    card: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No HOME, and a user whom the system does not know: reading goes on, writing says why not."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it gives then
+    with settings.override(cache_dir="~/.cache/voxmma of nobody"):
+        assert store.stamp() == store.recent_stamp() == "" and store.newest("rates", OWNER, {}) is None
+        assert len(measurements.table(GPU)) == 0
+        assert "set VOXMMA_CACHE_DIR" in (store.append([measured()]) or "")
+        assert measurements.forget() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_lock_that_is_never_released_delays_and_does_not_stop(
     cache: Path, card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +383,34 @@ def test_forget_empties_the_file(cache: Path, card: None) -> None:
     assert len(measurements.table(GPU)) == 1
     assert measurements.forget() == 2
     assert cache.read_bytes() == b"" and len(measurements.table(GPU)) == 0
+
+
+def test_forget_leaves_what_is_not_of_its_kind_and_what_others_write(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may be shared with a newer voxmma, whose records this one cannot read."""
+    newer = {
+        **store.entry("verdict", OWNER, {}),
+        "format": store.FORMAT + 1,
+        "owner": {"card": "x", "new": 1},
+    }
+    store.append([newer, measured()])
+    assert measurements.forget() == 1
+    assert cache.read_bytes() == store._line(newer)
+    store.append([measured()])
+    monkeypatch.setattr(store, "LOCK_SECONDS", 0.05)
+    with cache.open() as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="another process is writing"):
+            measurements.forget()
+    with monkeypatch.context() as patch:
+
+        def none(*args: object) -> None:
+            raise OSError(errno.ENOLCK, "no locks")
+
+        patch.setattr(fcntl, "flock", none)
+        assert measurements.forget() == 1
+    assert cache.read_bytes() == store._line(newer)
 
 
 # ---- the selector ------------------------------------------------------------------------------------------

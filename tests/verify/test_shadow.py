@@ -187,6 +187,26 @@ def test_verify_refuses_what_it_cannot_watch() -> None:
             shadow.verify(Net(), **bad)
 
 
+def test_an_interrupt_inside_a_layer_leaves_the_watch_in_order(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch calls no hook for it; what comes next was none of that layer's."""
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    net, x = Net().to(device), voxels(device, torch.float32)
+    watch = shadow.verify(net, every=1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as kept:
+        patch.setattr(net.first, "forward", interrupted)
+        net(x)
+    spatially_sparse_conv(x, torch.zeros(1, 8, 8, device=device), kernel_size=1)
+    assert watch.calls == {"first": 0, "second": 0}
+    net(x)
+    assert watch.calls == {"first": 1, "second": 1} and kept.traceback
+    watch.remove()
+
+
 def test_an_exception_inside_a_layer_leaves_the_watch_in_order() -> None:
     model = Net()
     watch = shadow.verify(model, every=1)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from voxmma._surroundings import is_running, module_call
 from voxmma.dispatch.record import Record
 from voxmma.sparse.maps import KernelMap
 
@@ -59,25 +61,27 @@ class Listener:
             _observers = (*_observers, self)
 
     @property
-    def _running(self) -> list[str]:
-        """Layers whose forward has begun in this thread, the innermost last."""
-        names: list[str] = self._own.__dict__.setdefault("names", [])
-        return names
+    def _running(self) -> list[tuple[str, FrameType | None]]:
+        """Layers whose forward has begun in this thread, the innermost last, and their calls."""
+        running: list[tuple[str, FrameType | None]] = self._own.__dict__.setdefault("running", [])
+        while running and not is_running(running[-1][1]):  # ended, and their hooks were not called
+            running.pop()
+        return running
 
     def _enter(self, name: str, module: nn.Module, inputs: object) -> None:
         if not torch.compiler.is_compiling():
-            self._running.append(name)
+            self._running.append((name, module_call()))
 
     def _leave(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
         if not torch.compiler.is_compiling():
             running = self._running
-            while name in running and running.pop() != name:  # those above it failed to leave
-                pass
+            if running and running[-1][0] == name:
+                running.pop()
 
     def hear(self, *call: Any) -> None:
         """Shows a call that has finished in this thread, if one of these layers made it."""
-        if self._running:
-            self._observer(self._running[-1], *call)
+        if running := self._running:
+            self._observer(running[-1][0], *call)
 
     def remove(self) -> None:
         """Shows no further call. Those under way in other threads may still be shown."""

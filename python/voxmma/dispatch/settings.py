@@ -20,7 +20,7 @@ import functools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -231,7 +231,12 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
                 )
             checked[name] = value
         elif name.endswith("_algo_mode"):
-            text = value if isinstance(value, str) else ",".join(value)
+            parts = (
+                (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
+            )
+            if not (parts and all(isinstance(part, str) for part in parts)):
+                raise TypeError(f"{name} must be a word, a tile name or several names, got {value!r}")
+            text = ",".join(parts)
             try:
                 checked[name] = parse_algo_mode(text, name.removesuffix("_algo_mode"))
             except ValueError as error:
@@ -243,7 +248,7 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
             checked[name] = channels
         elif name == "compute_capability":
             ok = isinstance(value, tuple) and len(value) == 2 and all(type(v) is int for v in value)
-            if not ok or value < (8, 0):
+            if not ok or value < (8, 0) or value[1] not in range(10):
                 raise ValueError(f"{name} must be a tuple such as (8, 6), (8, 0) or newer, got {value!r}")
             checked[name] = value
         elif name == "shared_memory":
@@ -251,7 +256,12 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"{name} must be a number of bytes, 1 or more, got {value!r}")
             checked[name] = value
         elif name == "cache_dir":
-            checked[name] = os.fspath(value)
+            folder = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+            if not isinstance(folder, str):
+                raise TypeError(f"{name} must be a path, got {value!r}")
+            if not folder.strip() or "\0" in folder:
+                raise ValueError(f"{name} must be a directory, got {value!r}")
+            checked[name] = folder
         else:
             known = ", ".join(field.name for field in fields(Settings))
             raise TypeError(f"unknown setting {name!r}; settings are {known}")
@@ -454,10 +464,21 @@ def get_pools(dtype: torch.dtype = torch.float32) -> Pools:
 
 
 def get_cache_dir() -> Path:
-    """Directory of the tuning cache: VOXMMA_CACHE_DIR or ~/.cache/voxmma. It need not exist."""
+    """Directory of the tuning cache: VOXMMA_CACHE_DIR or ~/.cache/voxmma. It need not exist.
+
+    Where there is no home directory the ~ stays, and nothing is kept (`homeless`).
+    """
     return _expanded(_effective("cache_dir") or "~/.cache/voxmma")
 
 
 @functools.lru_cache(maxsize=64)
 def _expanded(folder: str) -> Path:
-    return Path(folder).expanduser()
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError:  # HOME is not set, and the system does not know the user
+        return Path(folder)
+
+
+def homeless(path: Path) -> str:
+    """Why a path in the cache's directory cannot be written, '' where it has a home."""
+    return "there is no home directory: set VOXMMA_CACHE_DIR" if path.parts[0].startswith("~") else ""

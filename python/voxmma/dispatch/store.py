@@ -152,15 +152,21 @@ def _line(made: Entry) -> bytes:
     return json.dumps({**head, "body": made}).encode() + b"\n"
 
 
-def _parsed(line: bytes) -> Entry | None:
-    """The record of a line, None for a line that is damaged."""
+def _whole(line: bytes) -> Entry | None:
+    """The record of a line, of whatever format, None for a line that is damaged."""
     try:
         said = json.loads(line)
-        made = said["body"]
-        whole = said["sum"] == digest(made) and made["format"] == FORMAT
-        Owner(**made["owner"])
-        return dict(made) if whole else None
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return dict(said["body"]) if said["sum"] == digest(said["body"]) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _parsed(line: bytes) -> Entry | None:
+    """The record of a line, None for a line that is damaged or of another format."""
+    made = _whole(line)
+    try:
+        return made if made and made["format"] == FORMAT and Owner(**made["owner"]) else None
+    except (KeyError, TypeError):
         return None
 
 
@@ -214,21 +220,22 @@ def newest(kind: str, owner: Owner | None, key: Mapping[str, Any]) -> Entry | No
 
 
 @contextlib.contextmanager
-def _locked(handle: int) -> Iterator[bool]:
-    """Holds the lock of a file that is open to be written; False where others keep it for too long or there
-    are no locks."""
+def _locked(handle: int) -> Iterator[bool | None]:
+    """Holds the lock of a file that is open to be written; False where others keep it for too long, None
+    where there are no locks."""
     global _writes
     import fcntl
 
-    held = False
+    held: bool | None = False
     deadline = time.monotonic() + LOCK_SECONDS
     while not held:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             held = True
         except OSError as error:
-            busy = error.errno in (errno.EAGAIN, errno.EACCES, errno.EWOULDBLOCK)
-            if not busy or time.monotonic() > deadline:
+            if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EWOULDBLOCK):
+                held = None
+            if held is None or time.monotonic() > deadline:
                 break
             time.sleep(0.01)
     try:
@@ -247,6 +254,8 @@ def append(entries: Sequence[Entry]) -> str | None:
     if not entries:
         return None
     file = path()
+    if problem := settings.homeless(file):
+        return f"{file} cannot be written ({problem})"
     lines = b"".join(map(_line, entries))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -276,17 +285,20 @@ def append(entries: Sequence[Entry]) -> str | None:
 def forget(kind: str) -> int:
     """Deletes the records of a kind, and damaged lines; returns how many lines went.
 
-    Raises OSError where that is not possible. A kill in the middle leaves lines, which may be damaged.
+    Raises OSError where that is not possible, as while another process keeps the lock. A kill in the middle
+    leaves lines, which may be damaged.
     """
     try:
         handle = os.open(path(), os.O_RDWR)
     except FileNotFoundError:
         return 0
     try:
-        with _locked(handle):
+        with _locked(handle) as held:
+            if held is False:  # what is appended meanwhile would be lost
+                raise OSError(errno.EBUSY, "another process is writing to it", str(path()))
             with open(handle, "rb", closefd=False) as stream:
                 lines = [line for line in stream if line.strip()]
-            kept = [line for line in lines if (made := _parsed(line)) is not None and made["kind"] != kind]
+            kept = [line for line in lines if (made := _whole(line)) is not None and made.get("kind") != kind]
             left, place = b"".join(kept), 0
             while left[place:]:
                 place += os.pwrite(handle, left[place:], place)

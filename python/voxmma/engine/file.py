@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
+from voxmma import _structures
 from voxmma._extension import _C
 from voxmma._types import Triple
 from voxmma._version import __version__
@@ -129,8 +129,8 @@ def _bytes(tensor: Tensor) -> bytes:
 
 def _spec(tree: Any) -> str:
     try:
-        return str(pytree.treespec_dumps(tree))
-    except NotImplementedError as error:
+        return _structures.dumps(tree)
+    except (NotImplementedError, ValueError) as error:
         raise EngineError(f"the engine cannot be saved: {error}") from None
 
 
@@ -473,7 +473,7 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
                 for kind, number, status, line in head["reports"]
             ],
             [reader.output(out) for out in head["outputs"]],
-            pytree.treespec_loads(head["returned"]),
+            _structures.loads(head["returned"]),
             dict(head["widths"]),
         )
         inputs = [
@@ -488,7 +488,7 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Engine:
             )
             for given in head["inputs"]
         ]
-        built, rooms = pytree.treespec_loads(head["built"]), [reader.decoded(room) for room in head["rooms"]]
+        built, rooms = _structures.loads(head["built"]), [reader.decoded(room) for room in head["rooms"]]
         _check(program, inputs, head["capacities"], rooms, head["needs"])
         _require(built.num_leaves == len(inputs), "an input has no place")
         _require(program.spec.num_leaves == len(program.outputs), "a result has no place")

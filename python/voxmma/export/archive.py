@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from voxmma import _structures
+
 MAX_ENTRIES = 100_000
 MAX_EXPRESSION = 10_000  # characters
 
@@ -155,8 +157,11 @@ def _check_string(name: str, key: str, value: str) -> None:
         raise NotData(f"entry {name!r} has a name {value[:80]!r}")
     if key == "path_name" and not re.fullmatch(r"(?:weight|tensor)_\d+", value):
         raise NotData(f"entry {name!r} points to {value!r}, which holds no tensor")
-    if "default_factory" in value:
-        raise NotData(f"entry {name!r} names a function to be imported")
+    if key.endswith("_spec") and value:
+        try:
+            _structures.check(value)
+        except ValueError as error:
+            raise NotData(f"entry {name!r}: {error}") from None
 
 
 def is_expression(text: str) -> bool:

@@ -39,11 +39,9 @@ from torch.utils._pytree import (
     tree_leaves,
     tree_map,
     tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
 )
 
-from voxmma import torchflags
+from voxmma import _structures, torchflags
 from voxmma._surroundings import undisturbed
 from voxmma._version import __version__
 from voxmma.dispatch import settings
@@ -207,8 +205,8 @@ class Artefact:
         self._package = package
         self.engine, self.reason = ("aot", "") if package and not reason else ("export", reason)
         self._run = aot.load(package) if self.engine == "aot" else program.module()
-        self._inputs = treespec_loads(metadata["inputs"])
-        self._outputs = treespec_loads(metadata["outputs"])
+        self._inputs = _structures.loads(metadata["inputs"])
+        self._outputs = _structures.loads(metadata["outputs"])
         self._layouts = list(_layouts(self._inputs))
 
     @property
@@ -411,6 +409,17 @@ def _inline(gm: fx.GraphModule) -> None:
         gm.graph.erase_node(node)
 
 
+def _told(inputs: TreeSpec, outputs: TreeSpec) -> dict[str, str]:
+    """The structures of inputs and outputs as text."""
+    told = {}
+    for name, spec in (("inputs", inputs), ("outputs", outputs)):
+        try:
+            told[name] = _structures.dumps(spec)
+        except (NotImplementedError, ValueError) as error:
+            raise ArtefactError(f"the {name} cannot be in an artefact: {error}") from None
+    return told
+
+
 def _passed(gm: fx.GraphModule) -> dict[str, int]:
     """Outputs that are inputs as they came: place among the outputs to place among the inputs."""
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -440,8 +449,9 @@ def compile_model(
             Triton for a GPU.
 
     Raises TypeError for float64 modules, PolicyError for a policy the layers cannot follow, ArtefactError for
-    a float32 product whose precision cannot be frozen, for a graph that depends on the number of voxels, when
-    the artefact misses its own tolerance, or when AOTInductor was asked for and fails.
+    a float32 product whose precision cannot be frozen, for a graph that depends on the number of voxels, for
+    inputs or outputs that a file cannot describe, when the artefact misses its own tolerance, or when
+    AOTInductor was asked for and fails.
     """
     policy = as_policy(policy)
     torchflags.refuse_fp64(module, f"policy {policy}")
@@ -458,7 +468,7 @@ def compile_model(
         with torch.no_grad(), settings.override(fp32_precision=precision, fp16_accum=None):
             inputs = with_maps(module, inputs)
             wrapped = _Flat(module, tree_flatten(inputs)[1])
-            outputs = tree_flatten(module(*inputs))[1]
+            told = _told(wrapped.inputs, tree_flatten(module(*inputs))[1])
             flat, variable = tree_leaves(inputs), _variable(inputs)
             new, casts = policy_graph.rewrite(_exported(wrapped, flat, variable), policy, flat)
             products = _freeze(new, precision)
@@ -482,8 +492,7 @@ def compile_model(
         "casts": casts.to_json(),
         "tolerance": 2 * spread,
         "weights": _weights_hash(program.state_dict),
-        "inputs": treespec_dumps(wrapped.inputs),
-        "outputs": treespec_dumps(outputs),
+        **told,
         "passed": _passed(new),
         "voxmma": __version__,
         "torch": torch.__version__,
@@ -523,6 +532,22 @@ def _with_package(artefact: Artefact, wanted: bool | None) -> Artefact:
     return Artefact(program, {**artefact.metadata, "aot": {"missing": reason}}, example, reason=reason)
 
 
+def _metadata(text: str) -> dict[str, Any]:
+    """The metadata of an artefact. ValueError, LookupError, TypeError or AttributeError where it is none."""
+    found: dict[str, Any] = json.loads(text)
+    if found["format"] != _FORMAT:
+        raise ValueError(f"it is of format {found['format']!r}")
+    as_policy(found["policy"])
+    inputs, outputs = (_structures.loads(found[name]).num_leaves for name in ("inputs", "outputs"))
+    if not all(int(output) in range(outputs) and i in range(inputs) for output, i in found["passed"].items()):
+        raise ValueError(f"it passes on {found['passed']}")
+    if not (isinstance(found["tolerance"], float) and math.isfinite(found["tolerance"])):
+        raise ValueError(f"its tolerance is {found['tolerance']!r}")
+    if not (found["aot"].keys() & {"missing", "machine"}):
+        raise ValueError("it does not say whether it has a package")
+    return found
+
+
 def load(
     path: str | Path, check: bool = True, engine: str | None = None, *, trust_code: bool = False
 ) -> Artefact:
@@ -560,12 +585,16 @@ def load(
         program._guards_code = []  # source text, which program.module() would compile
     if not all(extra.values()):
         raise ArtefactError(f"{path} was not written by voxmma compile")
-    metadata = json.loads(extra[_EXTRA[0]])
-    if metadata.get("format") != _FORMAT:
-        raise ArtefactError(f"{path} has format {metadata.get('format')!r}, this version reads {_FORMAT}")
+    try:
+        metadata = _metadata(extra[_EXTRA[0]])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ArtefactError(f"{path} is damaged, or of another format than {_FORMAT}: {error}") from None
     if _weights_hash(program.state_dict) != metadata["weights"]:
         raise ArtefactError(f"{path}: the weights are not those that were frozen")
-    example = torch.load(io.BytesIO(base64.b64decode(extra[_EXTRA[1]])), weights_only=True)
+    try:
+        example = torch.load(io.BytesIO(base64.b64decode(extra[_EXTRA[1]])), weights_only=True)
+    except Exception as error:  # whatever a damaged pickle raises
+        raise ArtefactError(f"{path} has a damaged example: {str(error).splitlines()[0]}") from None
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         entries = [name for name in file.namelist() if name.endswith("/" + _PACKAGE)]
         package = file.read(entries[0]) if entries else b""

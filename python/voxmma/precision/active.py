@@ -6,12 +6,15 @@ import contextlib
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 from voxmma import torchflags
+from voxmma._surroundings import is_running
 from voxmma.dispatch import settings
 from voxmma.precision.casting import PolicyMode
 
@@ -72,20 +75,38 @@ class AppliedPolicy:
 
 
 class _ThreadState(threading.local):
-    """What is at work in this thread: open ``with`` blocks, and forwards that have begun under a policy."""
+    """What is at work in this thread: open ``with`` blocks, and forwards that have begun under a policy.
+
+    A forward: whose it is, its mode, and what ends it.
+    """
 
     def __init__(self) -> None:
         self.blocks: list[AppliedPolicy] = []
-        self.running: list[tuple[Any, PolicyMode]] = []
+        self.running: list[tuple[object, PolicyMode, Callable[[], None]]] = []
+
+    def settle(self) -> None:
+        """Ends the forwards whose call has ended without PyTorch saying so (`module_call`).
+
+        Takes off the modes that another thread has ended.
+        """
+        while self.running and not is_running(self.running[-1][1].call):
+            self.running.pop()[2]()
+        for mode in _get_current_function_mode_stack():
+            if isinstance(mode, PolicyMode) and mode.over:
+                mode.__exit__(None, None, None)
 
 
 THREAD = _ThreadState()
+_open: list[tuple[list[AppliedPolicy], AppliedPolicy]] = []
+"""The ``with`` blocks of all threads, each with the list of its thread, in the order in which they began."""
+_lock = threading.Lock()
 
 
 def current_policy() -> PrecisionPolicy | None:
     """The innermost policy at work in this thread, None outside of any."""
+    THREAD.settle()
     if THREAD.running:
-        return THREAD.running[-1][0].policy
+        return THREAD.running[-1][1].policy
     return THREAD.blocks[-1].policy if THREAD.blocks else None
 
 
@@ -157,10 +178,23 @@ def activate(policy: PrecisionPolicy, switches_only: bool = False) -> AppliedPol
 def enter(policy: PrecisionPolicy) -> None:
     """The begin of a ``with policy:`` block."""
     _not_while_compiling()
-    THREAD.blocks.append(activate(policy))
+    THREAD.settle()
+    block = activate(policy)
+    with _lock:
+        THREAD.blocks.append(block)
+        _open.append((THREAD.blocks, block))
 
 
 def leave(policy: PrecisionPolicy) -> None:
-    """The end of the last block of ``policy``; blocks of others may end later."""
-    place = max(i for i, block in enumerate(THREAD.blocks) if block.policy is policy)
-    THREAD.blocks.pop(place).revert()
+    """The end of the last block of ``policy``, of this thread if it has one; blocks of others may end later.
+
+    A block of another thread ends here where a generator that holds it is closed or collected here.
+    """
+    with _lock:
+        mine = [entry for entry in _open if entry[1].policy is policy]
+        if not mine:
+            raise RuntimeError(f"no block of policy {policy} is open")
+        blocks, block = next((entry for entry in reversed(mine) if entry[0] is THREAD.blocks), mine[-1])
+        _open[:] = [entry for entry in _open if entry[1] is not block]
+        blocks[:] = [other for other in blocks if other is not block]
+    block.revert()

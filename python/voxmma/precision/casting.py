@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map
 
-from voxmma._surroundings import surroundings
+from voxmma._surroundings import is_running, surroundings
 from voxmma.precision.operators import (
     _CAST_RESULT,
     _F32_INSIDE,
@@ -57,7 +58,7 @@ def operand_plan(
     policy: PrecisionPolicy, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> OperandPlan:
     """The casts a call of ``target`` needs under ``policy``; ``target`` as for `kind_of`."""
-    name = _op_name(target)
+    name = None if isinstance(target, nn.Module) else _op_name(target)  # which keeps what it is asked about
     if isinstance(target, nn.Module):
         kind = kind_of(target)
         if getattr(target, "inplace", False):
@@ -110,11 +111,17 @@ def _set_autocast(device_type: str, enabled: bool, dtype: torch.dtype) -> None:
 
 
 class PolicyMode(TorchFunctionMode):
-    """Casts the operands of every PyTorch function this thread calls, as `operand_plan` says."""
+    """Casts the operands of every PyTorch function this thread calls, as `operand_plan` says.
 
-    def __init__(self, policy: PrecisionPolicy) -> None:
+    Args:
+        policy: the policy.
+        call: the frame of the module's call that this mode is for; it ends with it. None: where it is exited.
+    """
+
+    def __init__(self, policy: PrecisionPolicy, call: FrameType | None = None) -> None:
         super().__init__()
         self.policy = policy
+        self.call = call
         self.casts: Counter[str] = Counter()
         self.over = False  # ended by another thread, which cannot take it off this one
         self._before: dict[str, tuple[bool, torch.dtype]] = {}
@@ -168,7 +175,7 @@ class PolicyMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.over:
+        if self.over or not is_running(self.call):
             self._forget()
         if surroundings.modes[-1:] != [self]:
             return func(*args, **kwargs)  # PyTorch asks every mode in turn; the innermost decides

@@ -30,6 +30,7 @@ from torch import nn
 
 from voxmma import torchflags
 from voxmma._dynamo import eager
+from voxmma._surroundings import module_call
 from voxmma.dispatch.config import fp16_accum_flag
 from voxmma.nn.modules.sparse_conv import SparseConv3d
 from voxmma.precision.active import THREAD, AppliedPolicy, LayerRow, activate, current_policy
@@ -77,28 +78,32 @@ class _OnModule:
 
     @eager
     def before(self, module: nn.Module, args: Any) -> None:
+        THREAD.settle()
         with self._lock:
             self._running += 1
-        mode = PolicyMode(self.policy)
+        mode = PolicyMode(self.policy, module_call())
         mode.__enter__()
-        THREAD.running.append((self, mode))
+        THREAD.running.append((self, mode, lambda: self._end(module, mode)))
 
     @eager
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        running = THREAD.running
-        if not running or running[-1][0] is not self:
+        THREAD.settle()
+        if not THREAD.running or THREAD.running[-1][0] is not self:
             return output  # an earlier hook failed before the forward began
-        mode = running.pop()[1]
+        THREAD.running.pop()[2]()
+        return self.policy.boundary(output)
+
+    def _end(self, module: nn.Module, mode: PolicyMode) -> None:
         mode.__exit__(None, None, None)
         with self._lock:
             self._running -= 1
             self.casts += mode.casts
             if not (self._on or self._running):
                 self._unhook(module)
-        return self.policy.boundary(output)
 
     def remove(self, module: nn.Module) -> None:
         """Takes the policy off; forwards that have begun in other threads end under it."""
+        THREAD.settle()
         with self._lock:
             self._on = False
             _remove_hook(module._forward_pre_hooks, self)

@@ -41,8 +41,10 @@ def parse_schedule(schedule: Mapping[Any, T]) -> dict[int, T]:
     """The schedule with integer keys in ascending order.
 
     Keys may be strings, as YAML and JSON have them. Raises ScheduleError for an empty schedule, a key that is
-    no integer >= 0, a key given twice ("0" and 0), or a missing key 0.
+    no integer >= 0, a key given twice ("0" and 0), or a missing key 0, TypeError for what is no mapping.
     """
+    if not isinstance(schedule, Mapping):
+        raise TypeError(f"schedule maps the first epoch or step to what holds, got {schedule!r}")
     parsed: dict[int, T] = {}
     for key, value in schedule.items():
         text = key.strip() if isinstance(key, str) else key
@@ -86,10 +88,14 @@ class _Scheduler(Generic[T]):
 
     # ---- following the schedule
     def value_at(self, index: int) -> T:
-        """What holds at ``index``: the value of the largest key that is not above it."""
-        if index < 0:
-            raise ScheduleError(f"{self.unit} {index} is below 0")
-        return self.schedule[max(key for key in self.schedule if key <= index)]
+        """What holds at ``index``: the value of the largest key that is not above it.
+
+        Raises ScheduleError unless it is an integer >= 0.
+        """
+        start = integer(index)
+        if start is None or start < 0:
+            raise ScheduleError(f"{self.unit} is a whole number >= 0, not {index!r}")
+        return self.schedule[max(key for key in self.schedule if key <= start)]
 
     def start(self, index: int) -> T:
         """Call at the beginning of epoch or step ``index``. Sets what holds from here, and logs it.
@@ -104,7 +110,7 @@ class _Scheduler(Generic[T]):
             self._deactivate()
             self._active = self._activate(value)
             self._value = value
-        self.index = index
+        self.index = integer(index)
         _LOG.info("%s %d: %s", self.unit, index, self._describe(value))
         return value
 
@@ -156,10 +162,12 @@ class _Scheduler(Generic[T]):
         """Continues from a checkpoint; in the ``with`` block the state of the saved index holds at once.
 
         Raises ScheduleError when the checkpoint was written under another schedule or unit, because then the
-        run would not continue as it began.
+        run would not continue as it began, and for what `state_dict` did not return.
         """
         if state.get("version") != 1:
             raise ScheduleError(f"scheduler state version {state.get('version')!r} is not known here")
+        if missing := {"unit", "index", "schedule"} - set(state):
+            raise ScheduleError(f"the scheduler state has no {', '.join(sorted(missing))}")
         if state["unit"] != self.unit or state["schedule"] != self._record():
             theirs = ", ".join(f"{key}: {as_policy(value)}" for key, value in state["schedule"].items())
             raise ScheduleError(
@@ -167,6 +175,8 @@ class _Scheduler(Generic[T]):
                 "scheduler with that one to resume"
             )
         index = state["index"]
+        if index is not None:
+            self.value_at(index)
         self.index = index
         if index is not None and self._before is not None:
             self.start(index)
@@ -296,6 +306,10 @@ def lightning_callback(scheduler: _Scheduler[Any]) -> Any:
 
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             scheduler.begin()
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            # Resuming in the middle of an epoch begins none: Lightning does not call on_train_epoch_start.
+            scheduler.start(trainer.current_epoch if scheduler.unit == "epoch" else trainer.global_step)
 
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             if scheduler.unit == "epoch":

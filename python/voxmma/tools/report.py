@@ -203,8 +203,11 @@ def contradictions(facts: Mapping[str, Any]) -> list[str]:
 
 # ---------------------------------------------------------------- journal
 def default_journal() -> Path:
-    """Where the journal is kept unless a path is given."""
-    return settings.get_cache_dir() / "report-journal.json"
+    """Where the journal is kept unless a path is given. JournalError where there is no home directory."""
+    path = settings.get_cache_dir() / "report-journal.json"
+    if problem := settings.homeless(path):
+        raise JournalError(f"{path}: {problem}")
+    return path
 
 
 def read_journal(path: Path) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -76,7 +77,7 @@ class Listener:
 
     def hear(self, *call: Any) -> None:
         """Shows a call that has finished in this thread, if one of these layers made it."""
-        if self._running:
+        if self._running and not _silent():
             self._observer(self._running[-1], *call)
 
     def remove(self) -> None:
@@ -90,11 +91,26 @@ class Listener:
 
 _observers: tuple[Listener, ...] = ()
 _lock = threading.Lock()
+_thread = threading.local()
+
+
+def _silent() -> bool:
+    return bool(_thread.__dict__.get("silent", 0))
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Calls of this thread are shown to nobody: they are made to be written down, not for their results."""
+    _thread.silent = _thread.__dict__.get("silent", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.silent -= 1
 
 
 def observed() -> bool:
     """Whether anybody looks at finished calls."""
-    return bool(_observers)
+    return bool(_observers) and not _silent()
 
 
 def observe(

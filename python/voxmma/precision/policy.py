@@ -46,12 +46,10 @@ __all__ = [
     "PolicyError",
     "Precision",
     "PrecisionPolicy",
-    "activate",
     "applied",
     "apply_policy",
     "as_policy",
     "current_policy",
-    "kind_of",
 ]
 
 

@@ -199,6 +199,9 @@ def _learning_map(path: Path) -> dict[str, tuple[int, ...]]:
     for key in ("labels", "learning_map", "learning_map_inv"):
         need(isinstance(data, dict) and isinstance(data.get(key), dict), path, f"no table {key}")
     named, written = data["labels"], {*data["learning_map_inv"].values()}
+    for one in (*data["learning_map"], *data["learning_map_inv"], *written):
+        good = isinstance(one, int) and 0 <= one < 1 << 16
+        need(good, path, f"{one!r} is no label id or class: integers of 0 to {(1 << 16) - 1}")
     for first in written - named.keys():
         raise DataError(f"{path}: learning_map_inv has label id {first}, labels has not")
     names = {int(number): named[first] for number, first in data["learning_map_inv"].items()}

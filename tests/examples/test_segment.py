@@ -148,6 +148,10 @@ def test_a_learning_map_of_the_folder_replaces_the_benchmarks(scenes: Path, tmp_
             "labels: {0: none}\nlearning_map: {0: 0, 40: 1}\nlearning_map_inv: {0: 0, 1: 40}\n",
             "learning_map_inv has label id 40, labels has not",
         ),
+        (
+            "labels: {0: none}\nlearning_map: {0: 0, 70000: 0}\nlearning_map_inv: {0: 0}\n",
+            "70000 is no label id or class: integers of 0 to 65535",
+        ),
     ):
         (root / "semantic-kitti.yaml").write_text(text)
         with pytest.raises(DataError, match=f"semantic-kitti.yaml: {message}"):

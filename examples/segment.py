@@ -89,6 +89,7 @@ class Trainer:
 
     def restore(self, found: dict[str, Any]) -> None:
         """Goes back to a checkpoint."""
+        checkpoint.same_classes(found, self.classes, self.settings.data)
         checkpoint.restore(found, self.settings, self.model, self.optimiser, self.scaler)
         self.step, self.best = found["step"], found["best"]
         checkpoint.set_random_state(found["random"], self.group)
@@ -189,7 +190,7 @@ def train(settings: Settings, group: Group) -> Trainer:
                 scores = trainer.evaluate()
                 report(trainer, scores)
                 names = ["last.pt"]
-                if scores.miou > trainer.best:
+                if not scores.miou <= trainer.best:  # the latest, where no point has a class
                     trainer.best, names = scores.miou, ["best.pt", "last.pt"]  # last.pt knows of best.pt
             if names:
                 trainer.journal.flush()
@@ -232,6 +233,8 @@ def report(trainer: Trainer, scores: Scores) -> None:
         CONSOLE.print(
             f"epoch {epoch:g}, step {trainer.step}: evaluation loss {scores.loss:.4f}, "
             f"accuracy {scores.accuracy:.2%}, mean IoU {scores.miou:.2%}"
+            if scores.iou
+            else f"step {trainer.step}: no point of the evaluation scans has a class, best.pt is the latest"
         )
         if scores.overflown:
             CONSOLE.print(
@@ -256,7 +259,8 @@ def load(found: dict[str, Any], device: torch.device) -> tuple[Settings, nn.Modu
     """The settings and the network of a checkpoint."""
     settings = Settings.from_dict(found["settings"])
     network = settings.network(found["channels"], len(found["classes"]))
-    network.load_state_dict(found["model"])
+    with checkpoint.fitting(settings):
+        network.load_state_dict(found["model"])
     return settings, network.to(device).eval()
 
 
@@ -322,6 +326,7 @@ def evaluate_command(
     with precision(settings, network) as begin:
         begin(found["step"] - 1)
         scans = settings.evaluation_scans()
+        checkpoint.same_classes(found, scans.folder.classes, settings.data)
         scores = evaluate(network, scans, group, settings.autocast(group.device), workers, out)
     if group.first:
         Console().print(table(scores) if scores.iou else "no labels to compare with")
@@ -329,13 +334,12 @@ def evaluate_command(
 
 
 def main() -> None:
-    """Runs the command line; what is wrong with data or a checkpoint is one line."""
+    """Runs the command line; what is wrong with data, a file or a checkpoint is one line."""
     try:
         app()
-    except (DataError, checkpoint.CheckpointError, ExportError) as error:
-        sys.exit(
-            f"error: {str(error).strip().splitlines()[-1].removeprefix('segmentation.formats.DataError: ')}"
-        )
+    except (DataError, checkpoint.CheckpointError, ExportError, OSError) as error:
+        last = (str(error).strip() or repr(error)).splitlines()[-1]  # a worker's is behind its traceback
+        sys.exit(f"error: {last.removeprefix('segmentation.formats.DataError: ')}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import voxmma
+import voxmma.engine
 import voxmma.models
 
 TESTS = Path(__file__).parent
@@ -72,7 +73,8 @@ def test_the_reference_has_every_public_name() -> None:
     targets = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.M)]
     assert len(targets) == len(set(targets))
     documented = {id(pkgutil.resolve_name(name)) for name in targets}
-    for module in (voxmma, voxmma.nn, voxmma.nn.functional, voxmma.models, voxmma.export):
+    public = (voxmma, voxmma.nn, voxmma.nn.functional, voxmma.models, voxmma.export)
+    for module in (*public, voxmma.engine, voxmma.policy, voxmma.schedule):
         for name in module.__all__:
             found = getattr(module, name)
             if isinstance(found, type | types.FunctionType) and not hasattr(found, "__wrapped__"):

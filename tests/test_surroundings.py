@@ -26,7 +26,8 @@ from voxmma import torchflags
 from voxmma.dispatch import settings
 from voxmma.export.artefact import compile_model, load
 from voxmma.export.frozen import ArtefactError
-from voxmma.precision.policy import PolicyError, PrecisionPolicy, activate, applied, apply_policy
+from voxmma.precision.active import activate
+from voxmma.precision.policy import PolicyError, PrecisionPolicy, applied, apply_policy
 from voxmma.precision.schedule import PolicyScheduler, TF32Scheduler
 from voxmma.tools import report
 from voxmma.tools.cli import app

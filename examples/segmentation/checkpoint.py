@@ -6,8 +6,12 @@ of the bare network, whether it was trained on one GPU, with DDP or with FSDP2.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +73,30 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     if not isinstance(found, dict) or not {"model", "settings", "classes"} <= found.keys():
         raise CheckpointError(f"{path} is no checkpoint of this script")
+    unknown = found["settings"].keys() - {one.name for one in fields(Settings)}
+    if unknown:
+        raise CheckpointError(f"{path} has settings that this script has not: {', '.join(sorted(unknown))}")
     return found
+
+
+@contextlib.contextmanager
+def fitting(settings: Settings) -> Iterator[None]:
+    """Block that loads weights: CheckpointError where they are not those of the settings' network."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = textwrap.shorten(str(error), 400)
+        raise CheckpointError(f"the weights are not those of --model {settings.model}: {said}") from None
+
+
+def same_classes(found: dict[str, Any], classes: list[str], data: Path) -> None:
+    """CheckpointError where the data has other classes than the network has learned, or in another order."""
+    learned = found["classes"]
+    if learned != classes:
+        raise CheckpointError(
+            f"the network has learned {len(learned)} classes ({', '.join(learned)}), {data} has "
+            f"{len(classes)} ({', '.join(classes)})"
+        )
 
 
 def restore(
@@ -79,7 +106,7 @@ def restore(
     optimiser: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
 ) -> None:
-    """Puts everything back but the random states. CheckpointError for other settings."""
+    """Puts everything back but the random states. CheckpointError for other settings or another network."""
     now = settings.as_dict()
     other = [name for name, value in found["settings"].items() if name not in FREE and now[name] != value]
     if other:
@@ -87,13 +114,17 @@ def restore(
         raise CheckpointError(
             f"the run in {settings.out} was begun with {said}: go on with these, or choose another --out"
         )
-    set_state_dict(
-        model,
-        optimiser,
-        model_state_dict=found["model"],
-        optim_state_dict=found["optimiser"],
-        options=WHOLE,
-    )
+    with fitting(settings):
+        names = {name.removeprefix("module.") for name in model.state_dict()}  # with DDP's prefix
+        if names != found["model"].keys():  # set_state_dict would leave what is missing as it is
+            raise RuntimeError(f"{', '.join(sorted(names ^ found['model'].keys()))} in one of both alone")
+        set_state_dict(
+            model,
+            optimiser,
+            model_state_dict=found["model"],
+            optim_state_dict=found["optimiser"],
+            options=WHOLE,
+        )
     if found["scaler"]:
         scaler.load_state_dict(found["scaler"])
 

@@ -143,7 +143,10 @@ def voxelise(
 ) -> tuple[voxmma.Voxels, torch.Tensor]:
     """Voxels with the mean features of their points, and the voxel of each point."""
     feats = features_of(scan, features, dtype)
-    return voxmma.sparse_quantize(torch.from_numpy(scan.points), feats, voxel_size, batch_size=1)
+    try:
+        return voxmma.sparse_quantize(torch.from_numpy(scan.points), feats, voxel_size, batch_size=1)
+    except ValueError as error:  # a point too far away
+        raise DataError(f"{scan.name}: {error}") from None
 
 
 class Draws(Sampler[list[Draw]]):

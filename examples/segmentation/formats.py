@@ -192,10 +192,19 @@ def _learning_map(path: Path) -> dict[str, tuple[int, ...]]:
     """Ids of every class, by its name, and those of no class under ''; of a file like semantic-kitti.yaml."""
     import yaml
 
-    data = yaml.safe_load(path.read_text())
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: {' '.join(str(error).split())}") from None
     for key in ("labels", "learning_map", "learning_map_inv"):
         need(isinstance(data, dict) and isinstance(data.get(key), dict), path, f"no table {key}")
-    names = {int(number): data["labels"][first] for number, first in data["learning_map_inv"].items()}
+    named, written = data["labels"], {*data["learning_map_inv"].values()}
+    for one in (*data["learning_map"], *data["learning_map_inv"], *written):
+        good = isinstance(one, int) and 0 <= one < 1 << 16
+        need(good, path, f"{one!r} is no label id or class: integers of 0 to {(1 << 16) - 1}")
+    for first in written - named.keys():
+        raise DataError(f"{path}: learning_map_inv has label id {first}, labels has not")
+    names = {int(number): named[first] for number, first in data["learning_map_inv"].items()}
     ignored = {number for number, yes in data.get("learning_ignore", {0: True}).items() if yes}
     table: dict[str, tuple[int, ...]] = {}
     for number in sorted(names):
@@ -231,8 +240,11 @@ class ScanNetFolder(ScanFolder):
 
     def find(self, part: str) -> list[Path]:
         scenes = sorted(path for path in self.part(part).iterdir() if path.is_dir())
-        for scene in scenes:
-            need((scene / "coord.npy").is_file(), scene / "coord.npy", "no such file")
+        names = ["coord.npy", "color.npy"]
+        if any((scene / "segment20.npy").exists() for scene in scenes):
+            names.append("segment20.npy")
+        for path in (scene / name for scene in scenes for name in names):
+            need(path.is_file(), path, "no such file")  # better now than in the middle of a run
         return scenes
 
     def name(self, number: int) -> str:

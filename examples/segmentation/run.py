@@ -144,9 +144,9 @@ class Journal:
         """Makes the folder; drops the lines of steps after `step`, from where a run goes on."""
         if self.group.first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(
-                "".join(json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step)
-            )
+            part = self.path.with_name(self.path.name + ".part")
+            part.write_text("".join(json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step))
+            os.replace(part, self.path)
 
     def rows(self) -> list[dict[str, Any]]:
         """What has been written; a last line that was cut off does not count."""

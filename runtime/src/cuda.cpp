@@ -192,19 +192,19 @@ class Cuda : public Backend {
     args.box = box_of(call.bounds);
     std::copy(call.bounds.low, call.bounds.low + 4, args.low);
     std::copy(call.bounds.high, call.bounds.high + 4, args.high);
-    return {
-        static_cast<int64_t>(k::index_workspace(args.box, args.n)),
-        [call, args](const Frame& frame, unsigned char* scratch) {
-          k::OrderArgs order = args;
-          order.count = frame.at<int64_t>(call.set.count);
-          order.sized = frame.at<k::SizedStats>(call.status);
-          order.bounds = frame.at<int>(call.set.inner);
-          order.coords = frame.at<int>(call.set.coords);
-          order.order = frame.at<int>(call.set.index[0]);
-          order.workspace = scratch;
-          check(k::index_coords(order, frame.at<k::Brick>(call.set.index[1]), k::brick_capacity(order.n, -1), stream_of(frame)),
-                "index_coords");
-        }};
+    return {static_cast<int64_t>(k::index_workspace(args.box, args.n)),
+            [call, args](const Frame& frame, unsigned char* scratch) {
+              k::OrderArgs order = args;
+              order.count = frame.at<int64_t>(call.set.count);
+              order.sized = frame.at<k::SizedStats>(call.status);
+              order.bounds = frame.at<int>(call.set.inner);
+              order.coords = frame.at<int>(call.set.coords);
+              order.order = frame.at<int>(call.set.index[0]);
+              order.workspace = scratch;
+              check(k::index_coords(order, frame.at<k::Brick>(call.set.index[1]), k::brick_capacity(order.n, -1),
+                                    stream_of(frame)),
+                    "index_coords");
+            }};
   }
 
   Work sites(const SitesCall& call) override {

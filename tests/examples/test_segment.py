@@ -141,9 +141,21 @@ def test_a_learning_map_of_the_folder_replaces_the_benchmarks(scenes: Path, tmp_
     wanted = [{40: 0, 50: 1, 10: 2}.get(int(one), -1) for one in ids]
     assert folder.read(0).labels.tolist() == wanted
     assert folder.lookup[252] == 2 and folder.lookup[99] == -2
-    (root / "semantic-kitti.yaml").write_text("labels: {}\n")
-    with pytest.raises(DataError, match=r"semantic-kitti.yaml: no table learning_map"):
-        KittiFolder(root, ["00"])
+    for text, message in (
+        ("labels: {}\n", "no table learning_map"),
+        ("labels: [", "while parsing a flow .* line 1, column"),
+        (
+            "labels: {0: none}\nlearning_map: {0: 0, 40: 1}\nlearning_map_inv: {0: 0, 1: 40}\n",
+            "learning_map_inv has label id 40, labels has not",
+        ),
+        (
+            "labels: {0: none}\nlearning_map: {0: 0, 70000: 0}\nlearning_map_inv: {0: 0}\n",
+            "70000 is no label id or class: integers of 0 to 65535",
+        ),
+    ):
+        (root / "semantic-kitti.yaml").write_text(text)
+        with pytest.raises(DataError, match=f"semantic-kitti.yaml: {message}"):
+            KittiFolder(root, ["00"])
 
 
 def write(path: Path, data: np.ndarray) -> None:
@@ -203,18 +215,36 @@ def test_missing_files_and_folders_are_named(scenes: Path, tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"sequences/05: no scans in here"):
         KittiFolder(root, ["05"])
     root = tmp_path / "scannet"
-    make_scenes.main(root, make_scenes.Format.scannet, train=1, val=1, points=300)
+    make_scenes.main(root, make_scenes.Format.scannet, train=2, val=1, points=300)
     (root / "train/scene0000_00/normal.npy").unlink()
     data = settings(root, tmp_path).training_scans()
     with pytest.raises(DataError, match=r"train/scene0000_00 has no normal, only coord, color; say so with"):
         data[0, 0]
     assert replace(data, features=["color"])[0, 0][0].channels == 3
     (root / "train/scene0000_00/segment20.npy").unlink()
+    with pytest.raises(DataError, match=r"scene0000_00/segment20\.npy: no such file"):
+        ScanNetFolder(root, ["train"])  # scene0001_00 has labels
+    (root / "train/scene0001_00/segment20.npy").unlink()
+    assert len(ScanNetFolder(root, ["train"])) == 2
     with pytest.raises(DataError, match=r"scene0000_00: no labels"):
         data[0, 0]
-    (root / "train/scene0000_00/coord.npy").unlink()
+    for name in ("color.npy", "coord.npy"):
+        (root / "train/scene0000_00" / name).unlink()
+        with pytest.raises(DataError, match=rf"{name}: no such file"):
+            ScanNetFolder(root, ["train"])
+    (root / "val/scene0000_00/coord.npy").unlink()
+    (root / "val/scene0000_00/coord.npy").symlink_to(tmp_path / "gone")
     with pytest.raises(DataError, match=r"coord\.npy: no such file"):
-        ScanNetFolder(root, ["train"])
+        ScanNetFolder(root, ["val"])
+
+
+def test_a_point_too_far_away_is_named_with_its_scan(scenes: Path, tmp_path: Path) -> None:
+    make_scenes.main(tmp_path / "data", make_scenes.Format.scannet, train=1, val=1, points=300)
+    path = tmp_path / "data/train/scene0000_00/coord.npy"
+    write(path, put(np.load(path), (3, 1), 1e30))
+    data = settings(tmp_path / "data", tmp_path).training_scans()
+    with pytest.raises(DataError, match=r"train/scene0000_00: points row 3, .* outside"):
+        data[0, 0]
 
 
 def test_augmentation_moves_points_and_turns_normals(scenes: Path) -> None:
@@ -457,6 +487,52 @@ def test_what_does_not_go_together_is_refused(scenes: Path, tmp_path: Path) -> N
             replace(given, precision="fp32", **more).check()
 
 
+def test_a_checkpoint_of_another_network_is_refused(scenes: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    make_scenes.main(data, train=2, val=1, points=300)
+    given = settings(data, tmp_path / "run", epochs=1)
+    segment.train(given, CPU)
+    last = given.out / "last.pt"
+    whole = checkpoint.read(last)
+    for change, message in (
+        ({"settings": {**whole["settings"], "gone": 1}}, r"settings that this script has not: gone"),
+        ({"settings": {**whole["settings"], "model": "small"}}, "of --model small: .*size mismatch for stem"),
+    ):
+        checkpoint.write(tmp_path / "other.pt", {**whole, **change})
+        with pytest.raises(checkpoint.CheckpointError, match=message):
+            segment.evaluate_command(tmp_path / "other.pt", None, None, None, None, "cpu", 0)
+    weights = {name: value for name, value in whole["model"].items() if name != "head.bias"}
+    checkpoint.write(last, {**whole, "model": weights})
+    with pytest.raises(checkpoint.CheckpointError, match=r"not those of --model tiny: .*head\.bias"):
+        segment.train(replace(given, resume=True), CPU)
+    checkpoint.write(last, whole)
+    (data / "semantic-kitti.yaml").write_text(  # the same names in another order would learn on, wrongly
+        "labels: {0: none, 10: car, 40: road, 50: building, 70: green, 80: pole}\nlearning_map: "
+        "{0: 0, 40: 1, 50: 2, 10: 3, 70: 0, 80: 0}\nlearning_map_inv: {0: 0, 1: 40, 2: 50, 3: 10}\n"
+    )
+    message = r"learned 19 classes \(car, .*\), .*data has 3 \(road, building, car\)"
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        segment.train(replace(given, resume=True), CPU)
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        segment.evaluate_command(last, None, None, None, None, "cpu", 0)
+    with pytest.raises(checkpoint.CheckpointError, match=r"scannet has 20 \(wall, "):
+        segment.evaluate_command(last, scenes / "scannet", None, None, None, "cpu", 0)
+
+
+def test_a_run_without_a_labelled_point_to_evaluate_keeps_its_latest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_scenes.main(tmp_path / "data", train=2, val=1, points=300)
+    path = tmp_path / "data/sequences/08/labels/000000.label"
+    write(path, 0 * np.fromfile(path, np.uint32))
+    given = settings(tmp_path / "data", tmp_path / "run", shadow=1)
+    segment.train(given, CPU)
+    assert "no point of the evaluation scans has a class" in capsys.readouterr().err
+    assert checkpoint.read(given.out / "best.pt")["step"] == 3
+    segment.export_best(given, CPU)  # shadow verification is on, and sees nothing of it
+    assert (given.out / "engine.vxe").exists()
+
+
 @pytest.mark.slow
 def test_a_fault_of_the_data_is_one_line(tmp_path: Path) -> None:
     make_scenes.main(tmp_path / "data", train=2, val=1, points=300)
@@ -468,6 +544,8 @@ def test_a_fault_of_the_data_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last == f"error: {path}, row 7: label id 333 is not in the learning map"
+    done = subprocess.run([*command[:-1], str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.strip() == f"error: [Errno 17] File exists: '{path}'"
 
 
 @pytest.mark.parametrize(

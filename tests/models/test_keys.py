@@ -282,6 +282,27 @@ def test_a_checkpoint_of_upstream_loads_strictly(name: str) -> None:
         assert torch.equal(own[place], value.reshape(own[place].shape)), key
 
 
+def test_what_stands_around_a_networks_keys_is_named() -> None:
+    net, state = models.SECONDBackbone(4), second()
+    whole = {f"module.backbone_3d.{key}": value for key, value in state.items()}
+    whole |= {"module.global_step": torch.zeros(1), "module.dense_head.conv_cls.weight": torch.zeros(2, 2)}
+    for given, message in (
+        (
+            whole,
+            r"more\. 72 of its keys fit without 'module\.backbone_3d\.' before them: take those, key\.rem",
+        ),
+        (
+            {"epoch": 3, "optimizer_state": {"state": {}}, "model_state": whole},
+            r"\. 'model_state' is a dict: is",
+        ),
+        (state | {"conv_out.1.extra": torch.zeros(1)}, r"nothing was loaded\. With strict=False: 72 tensors"),
+        ({3: torch.zeros(1)}, r"loaded\. With strict=False: 0 tensors loaded\n72 missing .*, .* and 60 more"),
+    ):
+        with pytest.raises(RuntimeError, match=message) as found:
+            convert.load(net, given, "spconv", rename=models.openpcdet_second)
+        assert len(str(found.value)) < 1500  # to be read, not searched
+
+
 @pytest.mark.parametrize("name", ["resnet21d", "second"])
 def test_other_keys_are_reported(name: str) -> None:
     make, write, layout, rename, _ = CASES[name]

@@ -157,7 +157,7 @@ def test_wrong_arguments_are_named() -> None:
         models.SparseUNet(3, 5, widen="up")
     with pytest.raises(ValueError, match="unpruned"):
         models.VAEDecoder((4, 4), unpruned=2)
-    with pytest.raises(KeyError, match="50"):
+    with pytest.raises(KeyError, match="name is '50', there are 14A"):
         models.minkunet("50", 3, 5)
 
 

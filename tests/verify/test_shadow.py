@@ -98,6 +98,20 @@ def test_biased_grouped_scaled_and_tf32_calls_pass(device: torch.device) -> None
     assert watch.checked[""] == 3 and second.checked[""] == 1
 
 
+def test_an_engine_is_made_of_a_watched_network_as_of_another(device: torch.device) -> None:
+    """Its calls are written down: what a check computes is no part of the network."""
+    model = Net().to(device).eval()
+    x = voxels(device, torch.float32)
+    watch = shadow.verify(model, every=1)
+    wanted = model(x).feats
+    engine = voxmma.engine.compile(model, x)
+    assert watch.calls == watch.checked == {"first": 1, "second": 1}
+    model(x)
+    watch.remove()
+    assert watch.calls == {"first": 2, "second": 2} and not watch.breaches
+    torch.testing.assert_close(engine(x).voxels.feats, wanted)
+
+
 def test_subnormal_fp32_calls_pass(device: torch.device) -> None:
     """On a GPU these run in 3xTF32, which has no bits below 2^-136: within its bound, so no breach."""
     conv = SparseConv3d(64, 64, 3, bias=False).to(device)

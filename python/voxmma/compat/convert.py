@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,10 +110,15 @@ def convert_weight(
     return made.contiguous()
 
 
+_SHOWN = 12
+"""keys of a kind that a report prints"""
+
+
 @dataclass
 class LoadReport:
     """What `load` did, by key of the model: `loaded`, `missing` (kept their values), `unexpected` (of the
-    checkpoint, after renaming, not used) and `mismatched` (key: what is wrong with its shape)."""
+    checkpoint, after renaming, not used) and `mismatched` (key: what is wrong with its shape). Printed, it
+    names the first ones of each."""
 
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -127,9 +133,13 @@ class LoadReport:
         lines = [f"{len(self.loaded)} tensors loaded"]
         for name, keys in (("missing in the checkpoint", self.missing), ("unexpected", self.unexpected)):
             if keys:
-                lines.append(f"{len(keys)} {name}: {', '.join(keys)}")
-        lines += [f"{key}: {problem}" for key, problem in self.mismatched.items()]
-        return "\n".join(lines)
+                lines.append(f"{len(keys)} {name}: {', '.join(keys[:_SHOWN])}{_rest(keys)}")
+        wrong = [f"{key}: {problem}" for key, problem in self.mismatched.items()]
+        return "\n".join([*lines, *wrong[:_SHOWN]]) + _rest(wrong)
+
+
+def _rest(shown: Sequence[str]) -> str:
+    return f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
 
 
 def load(
@@ -170,12 +180,19 @@ def load(
         if id(own.get(f"{path}.weight" if path else "weight")) not in weights:
             raise ValueError(f"flat_1x1 names {path!r}, which is no convolution of the model")
     report, values = LoadReport(), {}
-    for key, value in state_dict.items():
-        name = _renamed(key, rename) if isinstance(key, str) else repr(key)
+
+    def own_name(key: str) -> str:
+        """What a key of the checkpoint is called in the model."""
+        name = _renamed(key, rename)
         path, _, leaf = name.rpartition(".")
         if layout in ("minkowski", "torchsparse") and leaf == "kernel" and name not in own:
             weight_name = f"{path}.weight" if path else "weight"
             name = weight_name if id(own.get(weight_name)) in weights else name
+        return name
+
+    for key, value in state_dict.items():
+        name = own_name(key) if isinstance(key, str) else repr(key)
+        path = name.rpartition(".")[0]
         if name in values or name in report.mismatched:
             raise ValueError(f"two keys of the checkpoint become {name!r}; the second is {key!r}")
         if name not in own:
@@ -206,13 +223,33 @@ def load(
     report.loaded = list(values)
     report.missing = [name for name in own if name not in values and name not in report.mismatched]
     if not report.complete and strict:
-        inside = [key for key, value in state_dict.items() if isinstance(value, Mapping)]
-        hint = f". {inside[0]!r} is a dict: is the checkpoint that?" if inside else ""
-        raise RuntimeError(f"the checkpoint does not fit, nothing was loaded. Of it: {report}{hint}")
+        hint = _hint(state_dict, own, own_name)
+        raise RuntimeError(
+            f"the checkpoint does not fit, nothing was loaded. With strict=False: {report}{hint}"
+        )
     _copy(module, own, values)
     if not report.complete:
         warnings.warn(f"the checkpoint was loaded in part. {report}", stacklevel=2)
     return report
+
+
+def _hint(state_dict: Mapping[Any, Any], own: Mapping[str, Any], own_name: Callable[[str], str]) -> str:
+    """What may have been meant: a dict in the checkpoint, or its keys without what stands before each."""
+    inside = {key: value for key, value in state_dict.items() if isinstance(value, Mapping)}
+    if inside:
+        key = max(inside, key=lambda key: sum(isinstance(one, torch.Tensor) for one in inside[key].values()))
+        return f". {key!r} is a dict: is the checkpoint that?"
+    fits: Counter[str] = Counter()
+    for key in filter(lambda key: isinstance(key, str), state_dict):
+        for end in (place + 1 for place, letter in enumerate(key) if letter == "."):
+            with contextlib.suppress(Exception):  # of a function of the caller's, which may expect other keys
+                fits[key[:end]] += own_name(key[end:]) in own
+    prefix, count = max(fits.items(), key=lambda pair: (pair[1], -len(pair[0])), default=("", 0))
+    if count <= sum(own_name(key) in own for key in state_dict if isinstance(key, str)):
+        return ""
+    return (
+        f". {count} of its keys fit without {prefix!r} before them: take those, key.removeprefix({prefix!r})"
+    )
 
 
 def _check_options(layout: str, axes: str, flat_1x1: object) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -80,7 +81,7 @@ class Listener:
 
     def hear(self, *call: Any) -> None:
         """Shows a call that has finished in this thread, if one of these layers made it."""
-        if running := self._running:
+        if (running := self._running) and not _silent():
             self._observer(running[-1][0], *call)
 
     def remove(self) -> None:
@@ -94,11 +95,26 @@ class Listener:
 
 _observers: tuple[Listener, ...] = ()
 _lock = threading.Lock()
+_thread = threading.local()
+
+
+def _silent() -> bool:
+    return bool(_thread.__dict__.get("silent", 0))
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Calls of this thread are shown to nobody: they are made to be written down, not for their results."""
+    _thread.silent = _thread.__dict__.get("silent", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.silent -= 1
 
 
 def observed() -> bool:
     """Whether anybody looks at finished calls."""
-    return bool(_observers)
+    return bool(_observers) and not _silent()
 
 
 def observe(

@@ -366,7 +366,8 @@ def set_fp16_rescale(value: bool | None) -> None:
     """Whether calls that compute in fp16 rescale their operands by powers of two, so that no sum overflows.
 
     Applies to forward and gradients, with either accumulator, and costs a pass over each operand; see
-    voxmma.verify.overflow. None leaves it to VOXMMA_FP16_RESCALE; the default is False.
+    voxmma.verify.overflow. None leaves it to VOXMMA_FP16_RESCALE; the default is False. Raises TypeError for
+    anything else.
     """
     _set(fp16_rescale=check_flag(value, "value"))
 
@@ -377,7 +378,10 @@ def get_fp16_rescale() -> bool:
 
 
 def set_fp32_precision(value: str | None) -> None:
-    """How fp32 inputs are multiplied: 'ieee', 'tf32', or None to follow the environment and then torch."""
+    """How fp32 inputs are multiplied: 'ieee', 'tf32', or None to follow the environment and then torch.
+
+    Raises ValueError for anything else.
+    """
     _set(fp32_precision=value)
 
 
@@ -395,7 +399,8 @@ def set_deterministic(value: bool | None) -> None:
     """Allows (False) kernels whose rounding depends on the order of threads; True and the default do not.
 
     `torch.use_deterministic_algorithms(True)` forbids them whatever this says. No kernel of this version has
-    such an order, so results are bitwise reproducible in every state.
+    such an order, so results are bitwise reproducible in every state. Raises TypeError for what is not True,
+    False or None.
     """
     _set(deterministic=check_flag(value, "value"))
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from voxmma import _surroundings
 from voxmma._types import positive
+from voxmma.dispatch.observers import unobserved
 from voxmma.engine import ops
 from voxmma.engine.compiled import Engine
 from voxmma.engine.errors import EngineError
@@ -84,7 +85,7 @@ def compile(
             raise ValueError(f"the example is on {device} and {leaf.device}")
     batch = max(leaf.batch_size for one in examples for leaf in one if is_input(leaf))
     given = [replace(one, batch_size=batch) if one.sparse else one for one in given]
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), unobserved():
         survey = Survey.of(model, examples, spec)
         first = survey.capacity(capacity)
         wanted = [

@@ -135,7 +135,10 @@ def _spec(tree: Any) -> str:
 
 
 def save(engine: Engine, path: str | Path) -> None:
-    """Writes an engine. EngineError for inputs or results of types that JSON has no word for."""
+    """Writes an engine to a file, which appears under its name once it is whole; `load` reads it.
+
+    EngineError for inputs or results of types that JSON has no word for, OSError where it cannot be written.
+    """
     program = engine._program
     inputs = [_input(given) for given in engine._inputs]
     with engine._lock:

@@ -100,19 +100,26 @@ class SparseUNet(nn.Module):
 
 
 def spunet(in_channels: int, out_channels: int) -> SparseUNet:
-    """The shape of Pointcept's SpUNet-v1m1 with its defaults (39.2 M parameters at 6 and 20 channels)."""
+    """The shape of Pointcept's SpUNet-v1m1 with its defaults (39.2 M parameters at 6 and 20 channels).
+
+    Voxels with features (N, in_channels) -> the same voxels with (N, out_channels).
+    """
     return SparseUNet(in_channels, out_channels, norm=partial(vnn.BatchNorm, eps=1e-3, momentum=0.01))
 
 
 def minkunet(name: str, in_channels: int, out_channels: int) -> SparseUNet:
     """The shape of a MinkUNet of MinkowskiEngine, by its name in `MINKUNETS`: '34C' (37.9 M parameters), ...
 
-    KeyError for another name; MinkUNet50 and 101, of bottleneck blocks, are not here.
+    Voxels with features (N, in_channels) -> the same voxels with (N, out_channels). KeyError for another
+    name; MinkUNet50 and 101, of bottleneck blocks, are not here.
     """
+    if name not in MINKUNETS:
+        raise KeyError(f"name is {name!r}, there are {', '.join(MINKUNETS)}")
     blocks, channels = MINKUNETS[name]
     return SparseUNet(in_channels, out_channels, channels=channels, blocks=blocks, widen="block")
 
 
 def resunet42(in_channels: int = 4, out_channels: int = 0) -> SparseUNet:
-    """The shape of torchsparse's SparseResUNet42, a backbone without a head (21.7 M parameters)."""
+    """The shape of torchsparse's SparseResUNet42 (21.7 M parameters), with a 1x1x1 head if `out_channels` is
+    not 0. Voxels with features (N, in_channels) -> the same voxels with (N, 96) or (N, out_channels)."""
     return SparseUNet(in_channels, out_channels, blocks=(2,) * 8, stem_kernels=(3, 3), widen="block")

@@ -47,12 +47,10 @@ __all__ = [
     "PolicyError",
     "Precision",
     "PrecisionPolicy",
-    "activate",
     "applied",
     "apply_policy",
     "as_policy",
     "current_policy",
-    "kind_of",
 ]
 
 

@@ -25,7 +25,8 @@ from torch import nn
 
 from voxmma import torchflags
 from voxmma._types import integer
-from voxmma.precision.policy import AppliedPolicy, PrecisionPolicy, activate, apply_policy, as_policy
+from voxmma.precision.active import activate
+from voxmma.precision.policy import AppliedPolicy, PrecisionPolicy, apply_policy, as_policy
 
 __all__ = ["PolicyScheduler", "ScheduleError", "TF32Scheduler", "lightning_callback"]
 

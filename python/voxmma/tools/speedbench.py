@@ -553,7 +553,7 @@ def render(result: Mapping[str, Any]) -> Table:
     return table
 
 
-_CONFIG = typer.Option(help="YAML file; the keys are in the guide, page Benchmarks.")
+_CONFIG = typer.Option(help="YAML file; the keys are in docs/bench.md.")
 
 
 def command(

@@ -76,6 +76,12 @@ def test_the_binding_is_that_of_the_torch(tmp_path: Path) -> None:
         assert _extension._choose(bindings, version, {}) == bindings / minor / f"_C{SUFFIX}"
 
 
+def test_without_a_home_directory_the_import_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME
+    with pytest.raises(ImportError, match=r"none for torch 2\.99\.0: .* home directory"):
+        _extension._choose(bindings_for(tmp_path, "2.9"), "2.99.0", {})
+
+
 def test_fault_66_a_torch_without_a_binding_is_one_sentence(tmp_path: Path) -> None:
     bindings = bindings_for(tmp_path, "2.9", "2.10")
     with pytest.raises(

@@ -127,13 +127,13 @@ class TileTable(Sequence[TableRow]):
     __repr__ = __str__
 
 
-def _admitted(accumulator: str, names: tuple[str, ...], modes: tuple[AlgoMode, ...]) -> bool:
-    """Whether the settings of this moment let a tile of these names into one of the pools `modes`."""
+def _admitted(accumulator: str, name: str, modes: tuple[AlgoMode, ...]) -> bool:
+    """Whether the settings of this moment let a tile into one of the pools `modes`."""
     if accumulator == _PROMOTED:
         return False  # only a call's own `accumulator` asks for it
     requested, decided_by = settings.resolve_fp16_accum(None, torch.float16)
     for mode in modes:
-        named = any(name in mode for name in names)
+        named = name in mode
         if mode[0] not in settings.ALGO_MODE_WORDS and not named:
             continue
         explicit = mode == ("all",) or named
@@ -173,7 +173,7 @@ def tiles(device: torch.device | str | None = None) -> TileTable:
                 in_pool=here is not None
                 and tile.runs_on(here)
                 and (tile.scheme != "tf32" or settings.get_fp32_precision() == "tf32")
-                and _admitted(tile.accum, (tile.name,), tuple(modes[op] for op in ops)),
+                and _admitted(tile.accum, tile.name, tuple(modes[op] for op in ops)),
             )
         )
     on_cpu = device.type == "cpu"

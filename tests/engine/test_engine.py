@@ -441,6 +441,20 @@ def test_a_policy_is_frozen(on: str, device: Device) -> None:
         assert_same(engine((x.coords.long(), x.feats)).get(), wanted)
 
 
+@pytest.mark.parametrize("policy", [None, "auto_mixed_bf16"])
+def test_what_a_larger_frame_left_reaches_no_smaller_one(policy: str | None, device: Device) -> None:
+    """Behind the rows of a frame lie those of an earlier one: here ones that are not finite."""
+    net = evaluated(NETWORKS["unet"](), device)
+    small, large = frame(300, device), frame(900, device, seed=1)
+    with contextlib.nullcontext() if policy is None else getattr(PrecisionPolicy, policy):
+        engine = compile(net, large)
+    wanted = engine(small).get()
+    assert torch.isfinite(wanted.feats).all()
+    bad = engine(large.with_feats(torch.full_like(large.feats, torch.nan))).get()
+    assert bad.feats.isnan().any()
+    assert torch.equal(engine(small).get().feats, wanted.feats)
+
+
 def test_weights_are_packed_once(device: Device) -> None:
     net = evaluated(Everything(), device)
     engine = compile(net, frame(300, device))

@@ -564,7 +564,7 @@ def test_tiles_without_room_are_empty_and_tell_their_need(passes: int | None, un
         *_, most_passes, most_uniq4 = plan_room(geometry, False, len(made.coords), len(made.coords))
         room = (most_passes if passes is None else passes, most_uniq4 if uniq4 is None else uniq4)
         status, read = status_of(device)
-        tensors = plan_sized(made, made, geometry, False, room, status)
+        tensors = plan_sized(made, made, geometry, False, room, status=status)
         theirs = expected._direction().settled()
         assert read() == [len(theirs[4]) // 4, len(theirs[2]), expected.num_pairs]
         mine = [t.cpu() for t in tensors]
@@ -613,7 +613,7 @@ def test_bindings_refuse_what_does_not_fit() -> None:
             voxmma._C.index_sized(coords, count, BOUNDS, wrong)
     made = index_sized(coords, count, BOUNDS, status)
     with pytest.raises(ValueError, match="pass_capacity"):
-        plan_sized(made, made, SAME, False, (-1, 5), status)
+        plan_sized(made, made, SAME, False, (-1, 5), status=status)
     with pytest.raises(ValueError, match="capacity"):
         derive_sized(made, derive.Derived(GEOMETRIES["k2s2"][0], False, None), -1, status)
 

@@ -197,17 +197,17 @@ def test_networks_without_figures_say_why(tmp_path: Path) -> None:
 
 
 def test_stand_ins_reduce_rows_and_number_cells() -> None:
-    upstream = script("upstream")
+    standins = script("upstream_standins")
     src, index = torch.tensor([[1.0, 2.0], [3.0, 5.0], [8.0, 6.0]]), torch.tensor([2, 0, 2])
-    assert upstream.scatter(src, index).tolist() == [[3, 5], [0, 0], [9, 8]]
-    assert upstream.scatter(src, index, reduce="mean").tolist() == [[3, 5], [0, 0], [4.5, 4]]
+    assert standins.scatter(src, index).tolist() == [[3, 5], [0, 0], [9, 8]]
+    assert standins.scatter(src, index, reduce="mean").tolist() == [[3, 5], [0, 0], [4.5, 4]]
     many = torch.eye(5000, 1, dtype=torch.float16)
-    counted = upstream.scatter(many, torch.zeros(5000).long(), reduce="mean")
+    counted = standins.scatter(many, torch.zeros(5000).long(), reduce="mean")
     assert counted.item() == pytest.approx(1 / 5000, rel=0.01)
     ends = torch.tensor([0, 1, 3])
-    assert upstream.segment_csr(src, ends, reduce="max").tolist() == [[1, 2], [8, 6]]
-    assert upstream.segment_csr(src, ends, reduce="mean").tolist() == [[1, 2], [5.5, 5.5]]
+    assert standins.segment_csr(src, ends, reduce="max").tolist() == [[1, 2], [8, 6]]
+    assert standins.segment_csr(src, ends, reduce="mean").tolist() == [[1, 2], [5.5, 5.5]]
     points = torch.tensor([[5.0, 1, 0], [6, 1, 0], [7, 1, 0], [5, 9, 0], [5, 1, 4]])
     batch = torch.tensor([0, 0, 0, 1, 1])
-    cells = upstream.voxel_grid(points, 2, batch)
+    cells = standins.voxel_grid(points, 2, batch)
     assert cells[0] == cells[1] and len(set(cells.tolist())) == 4

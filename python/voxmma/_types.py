@@ -37,6 +37,8 @@ def integers(value: Any, count: int) -> tuple[int, ...] | None:
     if one is not None:
         return (one,) * count
     values = _listed(value)
+    if len(values) > 1 and all(isinstance(v, torch.Tensor) and v.is_cuda and not v.dim() for v in values):
+        values = torch.stack(tuple(values)).tolist()  # one wait for the GPU, not one each
     found = [integer(v) for v in values]
     made = tuple(v for v in found if v is not None)
     return made if len(values) == len(made) == count else None

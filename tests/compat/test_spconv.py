@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import voxmma
 from voxmma import compat
@@ -315,6 +316,31 @@ def test_a_tensor_that_was_seen_is_the_same_set() -> None:
     wider = spconv.SparseConvTensor(x.features, x.indices, [9, 8, 30], 2)
     assert wider.voxels.coord_set.spatial_shape == (9, 8, 30)
     assert x.voxels.coord_set.spatial_shape == (9, 8, 7)
+
+
+class Reads(TorchDispatchMode):
+    """Counts values of tensors that the host reads."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        to_host = "_to_copy" in func._schema.name and str(kwargs.get("device")) == "cpu"
+        self.count += to_host or func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs)
+
+
+def test_a_grid_of_tensors_is_read_at_once(device: torch.device) -> None:
+    x = small(device=device)
+    shape = list(x.indices.max(0)[0] + 1)[1:]  # as TRELLIS has them
+    first = spconv.SparseConvTensor(x.features, x.indices.clone(), shape, 2)
+    found = first.voxels.coord_set
+    with Reads() as reads:
+        again = spconv.SparseConvTensor(x.features, first.indices, [size.clone() for size in shape], 2)
+        assert again.voxels.coord_set is found
+    assert reads.count <= 1
+    wider = spconv.SparseConvTensor(x.features, first.indices, [*shape[:2], shape[2] + 3], 2)
+    assert wider.voxels.coord_set.spatial_shape == (*found.spatial_shape[:2], found.spatial_shape[2] + 3)
 
 
 def test_a_set_goes_with_the_tensors_on_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class Places:
         "__weakref__",
         "_coords",
         "_indices",
+        "_size",
         "_version",
         "batch",
         "count",
@@ -77,6 +79,7 @@ class Places:
         """number of rows"""
         self._indices: torch.Tensor | None = None
         self._coords = coords
+        self._size: tuple[int, ...] | None = None
         self._version = 0
         if indices is not None:
             self._see(indices)
@@ -104,12 +107,19 @@ class Places:
 
     def in_grid(self, shape: Any, batch: Any) -> bool:
         """Whether that is the grid they were made for."""
-        same = shape is self.shape_given
-        if shape.__class__ is list and self.shape.__class__ is list:
-            same = shape == self.shape  # a list may be written into
-        elif not same:
-            same = sizes(shape, self.ndim, "spatial_shape") == sizes(self.shape, self.ndim, "spatial_shape")
+        known, same = self.shape, shape is self.shape_given
+        if shape.__class__ is list and known.__class__ is list:  # it may be written into
+            same = len(shape) == len(known) and all(map(is_, shape, known))
+        if not same:
+            same = sizes(shape, self.ndim, "spatial_shape") == self.size
         return same and (batch is self.batch or integer(batch) == integer(self.batch))
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The grid's shape as integers, read once: of tensors on a GPU that waits for it."""
+        if self._size is None:
+            self._size = sizes(self.shape, self.ndim, "spatial_shape")
+        return self._size
 
     @property
     def indices(self) -> torch.Tensor:
@@ -129,7 +139,7 @@ class Places:
         if self._coords is None:
             assert self._indices is not None
             rows = self._indices if self.ndim == 3 else nn.functional.pad(self._indices, (0, 3 - self.ndim))
-            batch, grid = integer(self.batch), padded(sizes(self.shape, self.ndim, "spatial_shape"), 1)
+            batch, grid = integer(self.batch), padded(self.size, 1)
             if batch is None:
                 raise TypeError(f"batch_size must be an int, got {self.batch!r}")
             try:

@@ -203,7 +203,7 @@ def leave(mode: TorchDispatchMode, exit: Callable[[], object]) -> None:
 
 def listening() -> bool:
     """Whether a log is open."""
-    return len(_active) > 0  # torch.compile of torch 2.11 has no bool() of a tuple
+    return True if _active else False  # noqa: SIM210  # torch.compile of torch 2.11 has no bool() of a tuple
 
 
 def notify(record: Record) -> None:

@@ -114,7 +114,9 @@ def unobserved() -> Iterator[None]:
 
 def observed() -> bool:
     """Whether anybody looks at finished calls; at compiled ones nobody does."""
-    return len(_observers) > 0 and not torch.compiler.is_compiling() and not _silent()
+    if not _observers:
+        return False
+    return not torch.compiler.is_compiling() and not _silent()
 
 
 def observe(

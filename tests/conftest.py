@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import subprocess
@@ -34,6 +35,15 @@ def gpu_missing(count: int = 1) -> str | None:
     if torch.cuda.device_count() < count:
         return f"{torch.cuda.device_count()} CUDA device(s), {count} needed"
     return None
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Runs `work` in a forked process; its exit code, negative for a signal."""
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(600)
+    assert child.exitcode is not None
+    return child.exitcode
 
 
 def pytest_collection_finish() -> None:

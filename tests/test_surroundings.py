@@ -7,7 +7,6 @@ import copy
 import io
 import itertools
 import json
-import multiprocessing
 import pickle
 import threading
 import zipfile
@@ -33,7 +32,7 @@ from voxmma.tools import report
 from voxmma.tools.cli import app
 from voxmma.verify import shadow
 
-from conftest import random_coords
+from conftest import in_child, random_coords
 
 TF32 = PrecisionPolicy.custom({"Compute": "tf32"})
 
@@ -689,13 +688,6 @@ def test_fault_49_a_cut_artefact_is_an_artefact_error(tmp_path: Path) -> None:
 def test_a_child_process_has_no_launch_of_another_thread() -> None:
     """What a launch holds is put back in a child that is forked meanwhile; one's own launch goes on."""
 
-    def child(work: Callable[[], None]) -> int:
-        process = multiprocessing.get_context("fork").Process(target=work)
-        process.start()
-        process.join(60)
-        assert process.exitcode is not None
-        return process.exitcode
-
     def here() -> None:
         assert torchflags.snapshot() == before
 
@@ -713,7 +705,7 @@ def test_a_child_process_has_no_launch_of_another_thread() -> None:
         worker.start()
         begun.wait(60)
         assert torchflags.effective_fp32_precision("matmul", "cpu") == "ieee"
-        assert child(here) == 0
+        assert in_child(here) == 0
         over.set()
         worker.join()
         launched = torchflags.pinned("ieee", "cpu")
@@ -725,6 +717,6 @@ def test_a_child_process_has_no_launch_of_another_thread() -> None:
             here()
             assert torchflags._launches.count == 0
 
-        assert child(ends) == 0
+        assert in_child(ends) == 0
         launched.__exit__(None, None, None)
         here()

@@ -33,7 +33,7 @@ from voxmma.sparse.maps import kernel_map
 from voxmma.tools.cli import app
 from voxmma.tuning import tuner
 
-from conftest import random_coords, surface_coords
+from conftest import in_child, random_coords, surface_coords
 from tile_table import ARCHS, snapshot, stand_in
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -61,15 +61,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(owner: Owner = OWNER, key: Key = KEY, **ms: float) -> measurements.Body:
     return measurements.body(owner, key, ms or {HEURISTIC: 2.0, OTHER: 1.0}, at="now")
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Runs `work` in a forked process; its exit code, negative for a signal."""
-    child = multiprocessing.get_context("fork").Process(target=work)
-    child.start()
-    child.join(600)
-    assert child.exitcode is not None
-    return child.exitcode
 
 
 # ---- the file ----------------------------------------------------------------------------------------------

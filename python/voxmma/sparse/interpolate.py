@@ -14,14 +14,15 @@ from voxmma._types import sum_dtype
 from voxmma.sparse.index import gather_rows, kernels_take
 
 
-def weighted(feats: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+def weighted(feats: Tensor, rows: Tensor, weights: Tensor, found: bool = False) -> Tensor:
     """(M, C) in the dtype of feats: y[i] = sum over k of weights[i, k] * feats[rows[i, k]] for feats (N, C).
 
     rows (M, K) integers, K up to 8, negative = none; weights (M, K) of any float dtype. Weights and sums are
     fp64 for fp64 features, else fp32, added up serially in k: CPU and GPU give the same bits. Differentiable
     in feats, deterministic. IndexError for rows from N on; on a GPU the device asserts, as torch's does.
+    `found`: rows are a lookup's, of which none is.
     """
-    _check(rows, len(feats))
+    _check(rows, None if found else len(feats))
     if len(feats) and kernels_take(feats):
         return Interpolate.apply(feats, *_corners(feats, rows, weights))
     table = feats if len(feats) else feats.new_zeros((1, feats.shape[1])) + feats.sum(0)
@@ -29,33 +30,33 @@ def weighted(feats: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     # backward pass), and its value is masked, not multiplied: it may be inf or nan.
     other = torch.arange(len(rows), device=feats.device) % len(table)
     out = torch.zeros((len(rows), feats.shape[1]), dtype=sum_dtype(feats.dtype), device=feats.device)
-    for found, share in zip(rows.long().unbind(1), weights.to(out.dtype).unbind(1), strict=True):
-        weight = torch.where(found >= 0, share, 0).unsqueeze(1)
-        picked = gather_rows(table, torch.where(found >= 0, found, other)).to(out.dtype)
+    for at, share in zip(rows.long().unbind(1), weights.to(out.dtype).unbind(1), strict=True):
+        weight = torch.where(at >= 0, share, 0).unsqueeze(1)
+        picked = gather_rows(table, torch.where(at >= 0, at, other)).to(out.dtype)
         out = out + torch.where(weight != 0, picked * weight, 0)
     return out.to(feats.dtype)
 
 
-def spread_weighted(feats: Tensor, rows: Tensor, weights: Tensor, num: int) -> Tensor:
+def spread_weighted(feats: Tensor, rows: Tensor, weights: Tensor, num: int, found: bool = False) -> Tensor:
     """The transpose of `weighted`: (num, C) sums of weights[i, k] * feats[i] at rows[i, k], for feats (M, C).
 
     Sums in row order in fp64 for fp64 features, else in fp32, rounded once. Differentiable in feats.
-    IndexError as there, for rows from `num` on.
+    IndexError as there, for rows from `num` on, and `found` as there.
     """
-    _check(rows, num)
+    _check(rows, None if found else num)
     if num and kernels_take(feats):
         return Spread.apply(feats, *_corners(feats, rows, weights), num)
     wide = sum_dtype(feats.dtype)
     total = torch.zeros((num + 1, feats.shape[1]), dtype=wide, device=feats.device)  # the last: none
-    for found, share in zip(rows.long().unbind(1), weights.to(wide).unbind(1), strict=True):
-        total = total.index_add(0, torch.where(found >= 0, found, num), feats.to(wide) * share.unsqueeze(1))
+    for at, share in zip(rows.long().unbind(1), weights.to(wide).unbind(1), strict=True):
+        total = total.index_add(0, torch.where(at >= 0, at, num), feats.to(wide) * share.unsqueeze(1))
     return total[:num].to(feats.dtype)
 
 
-def _check(rows: Tensor, num: int) -> None:
+def _check(rows: Tensor, num: int | None) -> None:
     if rows.dim() != 2 or not 1 <= rows.shape[1] <= 8:
         raise ValueError(f"rows must be (M, K) with K of 1 to 8, got {tuple(rows.shape)}")
-    if torch.compiler.is_compiling():  # torch's own functions will tell
+    if num is None or torch.compiler.is_compiling():  # there torch's own functions will tell
         return
     inside = (rows < num).all()
     if rows.is_cuda:

@@ -127,7 +127,7 @@ def devoxelise(
     shares = torch.stack(weights, dim=1) / total.unsqueeze(1)
     if sized:
         return x.coord_set.weighted(x.feats, torch.stack(rows, dim=1), shares)
-    return weighted(x.feats, torch.stack(rows, dim=1), shares)
+    return weighted(x.feats, torch.stack(rows, dim=1), shares, found=True)
 
 
 @eager

@@ -143,8 +143,8 @@ def _by_voxels(x: Voxels, geometry: Geometry, out: CoordSet, mode: PoolingMode) 
             made = made.scatter_reduce(0, to, gather_rows(feats, which), "amax")
             continue
         ones = torch.ones_like(rows, dtype=sums)
-        made = made + spread_weighted(feats.to(sums), rows, ones, out.num)
-        count += spread_weighted(ones[:, :1], rows, ones, out.num).squeeze(1)
+        made = made + spread_weighted(feats.to(sums), rows, ones, out.num, found=True)
+        count += spread_weighted(ones[:, :1], rows, ones, out.num, found=True).squeeze(1)
     if mode == PoolingMode.LOCAL_AVG_POOLING:
         made = made / count.clamp(min=1).unsqueeze(1)
     return torch.where(made == -math.inf, 0, made).to(x.dtype) if largest else made.to(x.dtype)

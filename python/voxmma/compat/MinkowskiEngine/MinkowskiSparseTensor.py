@@ -55,7 +55,7 @@ def merge(
     if mode == Mode.UNWEIGHTED_AVERAGE:
         counts = torch.zeros(len(unique), dtype=torch.float64, device=feats.device)
         share = share / counts.index_add(0, inverse, share)[inverse]
-    return spread_weighted(feats, inverse.unsqueeze(1), share.unsqueeze(1), len(unique))
+    return spread_weighted(feats, inverse.unsqueeze(1), share.unsqueeze(1), len(unique), found=True)
 
 
 class SparseTensor(Tensor):
@@ -192,7 +192,7 @@ class SparseTensor(Tensor):
                 f"query_coordinates must be (M, {self.D + 1}), got {tuple(query_coordinates.shape)}"
             )
         rows, weights = self._manager.interpolation(self.coordinate_map_key, query_coordinates)
-        return weighted(self.F, rows, weights)
+        return weighted(self.F, rows, weights, found=True)
 
     def interpolate(self, X: TensorField) -> TensorField:
         """`features_at_coordinates` of a field's points, as a field."""

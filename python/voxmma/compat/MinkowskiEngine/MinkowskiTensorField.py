@@ -123,7 +123,7 @@ class TensorField(Tensor):
         cells = torch.unique((low.unsqueeze(1) + corners).flatten(0, 1), dim=0)
         key, _ = manager.insert_and_map(cells, self.tensor_stride)
         rows, weights = manager.interpolation(key, points)
-        feats = spread_weighted(self._feats, rows, weights, len(cells))
+        feats = spread_weighted(self._feats, rows, weights, len(cells), found=True)
         return SparseTensor(feats, coordinate_map_key=key, coordinate_manager=manager)
 
     def inverse_mapping(self, sparse_tensor_map_key: CoordinateMapKey) -> torch.Tensor:

@@ -23,6 +23,8 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const NormArgs a
   lanes.step = kFinishThreads / kFinished;
   const int lane = threadIdx.x / kFinished;
   const int64_t c = static_cast<int64_t>(blockIdx.x) * kFinished + threadIdx.x % kFinished;
+  const bool first = lane == 0 && c < args.channels;  // that will have the sums of all
+  const std::conditional_t<Backward, OfSums<A>, OfMoments<A>> of(args, c, first);
   State all[1] = {};
   if (c < args.channels) {
     const A* partial = static_cast<const A*>(args.workspace) + c * 2;
@@ -36,11 +38,11 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const NormArgs a
     }
   }
   merge_rows<kFinishThreads>(lanes, lane, all);
-  if (lane != 0 || c >= args.channels) return;
+  if (!first) return;
   if constexpr (Backward)
-    finish_sums(args, c, all[0]);
+    finish_sums(args, c, of, all[0]);
   else
-    finish_moments(args, c, all[0]);
+    finish_moments(args, c, of, all[0]);
 }
 
 template <bool Backward, Kind K, bool Vec, class T>

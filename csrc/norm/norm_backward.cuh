@@ -89,9 +89,17 @@ __device__ __forceinline__ void gradient_sums_of(const NormArgs& args, const Gri
 }
 
 template <class A>
-__device__ void finish_sums(const NormArgs& args, int64_t c, const Sums<A>& all) {
+struct OfSums {  // as OfMoments
+  A invstd = 0;
+  __device__ OfSums(const NormArgs& args, int64_t c, bool exists) {
+    if (exists) invstd = static_cast<const A*>(args.stats)[args.channels + c];
+  }
+};
+
+template <class A>
+__device__ void finish_sums(const NormArgs& args, int64_t c, const OfSums<A>& of, const Sums<A>& all) {
   static_cast<A*>(args.dbias)[c] = all.sum;
-  static_cast<A*>(args.dweight)[c] = all.dot * static_cast<const A*>(args.stats)[args.channels + c];
+  static_cast<A*>(args.dweight)[c] = all.dot * of.invstd;
 }
 
 // What the last pass is given where the sums have made the gradient behind a smooth activation, that of the residual:
@@ -182,7 +190,8 @@ __global__ void __launch_bounds__(kFewThreads) few_backward_kernel(const NormArg
   if (at.row == 0) {
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      if (i < at.valid) finish_sums(args, at.channel + i, found[i]);
+      const int64_t c = at.channel + i;
+      if (i < at.valid) finish_sums(args, c, OfSums<A>(args, c, true), found[i]);
     }
   }
   __syncthreads();

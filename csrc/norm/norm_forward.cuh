@@ -40,23 +40,37 @@ __device__ __forceinline__ void moments_of(const NormArgs& args, const Grid& gri
   }
 }
 
+// What a channel's statistics are made of beside its moments. Read before these are known: one wait for memory, not five.
 template <class A>
-__device__ void finish_moments(const NormArgs& args, int64_t c, const Moments<A>& all) {
+struct OfMoments {
+  A weight = 1, bias = 0, running_mean = 0, running_var = 0;
+  int64_t batches = 0;
+  __device__ OfMoments(const NormArgs& args, int64_t c, bool exists) {
+    if (!exists) return;
+    if (args.weight.values) weight = load_as<A>(args.weight.values, args.weight.dtype, c);
+    if (args.bias.values) bias = load_as<A>(args.bias.values, args.bias.dtype, c);
+    if (args.running_mean) running_mean = load_as<A>(args.running_mean, args.running_dtype, c);
+    if (args.running_var) running_var = load_as<A>(args.running_var, args.running_dtype, c);
+    if (c == 0 && args.batches) batches = *args.batches;
+  }
+};
+
+template <class A>
+__device__ void finish_moments(const NormArgs& args, int64_t c, const OfMoments<A>& of, const Moments<A>& all) {
   A* stats = static_cast<A*>(args.stats);
   const A invstd = 1 / sqrt(all.squares / A(args.n) + A(args.eps));
-  const A weight = args.weight.values ? load_as<A>(args.weight.values, args.weight.dtype, c) : A(1);
   stats[c] = all.mean;
   stats[args.channels + c] = invstd;
-  stats[2 * args.channels + c] = invstd * weight;
-  stats[3 * args.channels + c] = args.bias.values ? load_as<A>(args.bias.values, args.bias.dtype, c) : A(0);
-  const auto track = [&](void* running, A now) {
+  stats[2 * args.channels + c] = invstd * of.weight;
+  stats[3 * args.channels + c] = of.bias;
+  const auto track = [&](void* running, A was, A now) {
     if (running == nullptr) return;
-    const A was = load_as<A>(running, args.running_dtype, c), rate = A(args.momentum);
+    const A rate = A(args.momentum);
     store_as(running, args.running_dtype, c, (1 - rate) * was + rate * now);
   };
-  track(args.running_mean, all.mean);
-  track(args.running_var, all.squares / A(args.n - 1));
-  if (c == 0 && args.batches != nullptr) ++*args.batches;
+  track(args.running_mean, of.running_mean, all.mean);
+  track(args.running_var, of.running_var, all.squares / A(args.n - 1));
+  if (c == 0 && args.batches != nullptr) *args.batches = of.batches + 1;
 }
 
 template <Kind K, bool Vec, class T>
@@ -130,12 +144,13 @@ __global__ void __launch_bounds__(kFewThreads) few_forward_kernel(const NormArgs
   const Place<T> at(args, grid);
   Moments<A> found[V];
   moments_of<Vec>(args, grid, at, found);
+  const bool first = at.row == 0;
+  const auto of = [&](int i) { return OfMoments<A>(args, at.channel + i, first && i < at.valid); };
+  const OfMoments<A> of_channel[4] = {of(0), of(1), of(2), of(3)};  // V are used
   merge_rows<kFewThreads>(grid, at.row, found);
-  if (at.row == 0) {
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      if (i < at.valid) finish_moments(args, at.channel + i, found[i]);
-    }
+  for (int i = 0; i < V; ++i) {
+    if (first && i < at.valid) finish_moments(args, at.channel + i, of_channel[i], found[i]);
   }
   __syncthreads();
   apply<K, Vec>(args, grid, at);

@@ -56,6 +56,7 @@ class Places:
 
     __slots__ = (
         "__weakref__",
+        "_alike",
         "_coords",
         "_indices",
         "_size",
@@ -80,6 +81,8 @@ class Places:
         self._indices: torch.Tensor | None = None
         self._coords = coords
         self._size: tuple[int, ...] | None = None
+        self._alike: list[Any] = []
+        """what the last list held that said this shape"""
         self._version = 0
         if indices is not None:
             self._see(indices)
@@ -109,9 +112,11 @@ class Places:
         """Whether that is the grid they were made for."""
         known, same = self.shape, shape is self.shape_given
         if shape.__class__ is list and known.__class__ is list:  # it may be written into
-            same = len(shape) == len(known) and all(map(is_, shape, known))
+            same = any(len(shape) == len(old) and all(map(is_, shape, old)) for old in (known, self._alike))
         if not same:
             same = sizes(shape, self.ndim, "spatial_shape") == self.size
+            if same and shape.__class__ is list:
+                self._alike = list(shape)
         return same and (batch is self.batch or integer(batch) == integer(self.batch))
 
     @property

@@ -480,6 +480,13 @@ def upstream_table(results: list[Result]) -> str:
     return "\n\n".join(blocks) or "No run of `benchmarks/upstream.py` has been recorded yet."
 
 
+def _in_a_row(row: Result) -> str:
+    """Milliseconds of a frame among several in a row, and the share of them that the GPU is idle."""
+    if "stream_ms" not in row:
+        return "–"
+    return f"{row['stream_ms']:.3f} ({max(0.0, 1 - row['gpu_ms'] / row['stream_ms']):.0%})"
+
+
 def network_rows_table(results: list[Result]) -> str:
     """Every row of benchmarks/networks.py, per card."""
     blocks = []
@@ -500,12 +507,13 @@ def network_rows_table(results: list[Result]) -> str:
                 ("rel_l2_fp32", ".1e"),
             ):  # fmt: skip
                 line.append(number(row.get(what), pattern))
+            line.insert(7, _in_a_row(row))
             apart = row["cells_missing"] or row["cells_more"]
             line[-2] += f", cells -{row['cells_missing']} +{row['cells_more']}" if apart else ""
             rows.append(line)
         header = [
-            "network, scene", "voxels", "library", "infer ms", "maps kept", "GPU ms", "idle", "kernels",
-            "MiB", "train ms", "GPU ms", "idle", "kernels", "MiB", "rel-L2", "fp32",
+            "network, scene", "voxels", "library", "infer ms", "maps kept", "GPU ms", "idle", "in a row",
+            "kernels", "MiB", "train ms", "GPU ms", "idle", "kernels", "MiB", "rel-L2", "fp32",
         ]  # fmt: skip
         failed = _without_figures(result["networks"], reasons)
         blocks.append("\n\n".join([_networks_caption(result), markdown(header, rows), *failed]))

@@ -162,6 +162,7 @@ def test_results_become_tables(measured: tuple[dict[str, Any], str], tmp_path: P
             row |= {"lib": "spconv", "version": "9.9", "infer_ms": 4.0, "train_error": "RuntimeError: no"}
         else:
             row |= {"infer_ms": 1.0, "idle": 0.25, "kernels": 12, "cells_more": 3}
+            row |= {"gpu_ms": 0.6, "stream_ms": 0.8}
     raw["rows"].append({**raw["rows"][0], "lib": "torchsparse", "unsupported": "runs on a GPU only"})
     del raw["rows"][-1]["infer_ms"]
     raw["absent"] = {"flexgemm": "no module named flexgemm"}
@@ -175,6 +176,7 @@ def test_results_become_tables(measured: tuple[dict[str, Any], str], tmp_path: P
     text = tables.network_rows_table([found])
     assert "* RuntimeError: no: spconv 9.9, SECOND backbone, street" in text
     assert "* runs on a GPU only: torchsparse" in text and "cells -0 +3" in text
+    assert "| 25% | 0.800 (25%) | 12 |" in text
     assert "* no module named flexgemm: flexgemm" in text
     part = {**raw, "rows": [{**raw["rows"][0], "infer_ms": 2.0}]}  # the same commit: one row is replaced
     (tmp_path / "raw.json").write_text(json.dumps(part))

@@ -163,14 +163,12 @@ class ConvFunction : public torch::autograd::Function<ConvFunction> {
         data["volume"].toInt(),      data["groups"].toInt(),         data["grouped"].toBool(),
         data["stored"].toIntVector()};
     const Tensor dy = as_type(grads[0], types.x_dtype);
+    if (ctx->needs_input_grad(0)) out[0] = conv_gradient_of_x(plan, types, dy, saved[1]);
     if (ctx->needs_input_grad(1)) {
-      const auto recipe = data.find("recipe");
-      const Kept input{
-          recipe == data.end() ? RecipePtr() : c10::static_intrusive_pointer_cast<Recipe>(recipe->second.toCapsule()),
-          saved[0], saved[2], saved[3]};
+      const auto found = data.find("recipe");
+      const Kept input{found == data.end() ? RecipePtr() : recipe_in(found->second), saved[0], saved[2], saved[3]};
       out[1] = conv_gradient_of_weight(plan, types, dy, input_of(input));
     }
-    if (ctx->needs_input_grad(0)) out[0] = conv_gradient_of_x(plan, types, dy, saved[1]);
     const auto bias = data.find("bias_dtype");
     if (bias != data.end() && ctx->needs_input_grad(2)) {
       out[2] = conv_gradient_of_bias(grads[0], bias->second.toScalarType());

@@ -149,7 +149,7 @@ RecipePtr recipe_of(const torch::autograd::Node& node) {
   if (typeid(node) != typeid(Made)) return recipe_of_block(node);
   const auto& data = static_cast<const Made&>(node).ctx_.saved_data;
   const auto found = data.find("recipe");
-  return found == data.end() ? RecipePtr() : c10::static_intrusive_pointer_cast<Recipe>(found->second.toCapsule());
+  return found == data.end() ? RecipePtr() : recipe_in(found->second);
 }
 
 std::optional<c10::Stream> stream_of(const Tensor& t) {

@@ -189,6 +189,9 @@ struct Recipe : torch::CustomClassHolder {
   Recipe(const Tensor& x, const Normed& made, const NormCall& call, const OptTensor& added);
 };
 using RecipePtr = c10::intrusive_ptr<Recipe>;
+inline RecipePtr recipe_in(const c10::IValue& kept) {
+  return c10::static_intrusive_pointer_cast<Recipe>(kept.toCapsule());
+}
 RecipePtr recipe_of_block(const torch::autograd::Node& node);  // null: it is no block, or has none
 
 // What a node keeps of its first input for its gradient, beside others: with a recipe not the input itself.

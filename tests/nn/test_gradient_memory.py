@@ -205,8 +205,8 @@ def test_same_bits_of_less(device: torch.device, dtype: torch.dtype, act: str, r
         assert net.alive() == [True] * 6
         expected = [y.detach(), *torch.autograd.grad(y.square().sum(), net.parameters())]
         y = net(x)
-        # Behind a residual a result is made again where that is kept anyway: as the input of the block before,
-        # or by silu and gelu.
+        # Behind a residual a result is made again where that is kept anyway: as the input of the block
+        # before, or by silu and gelu.
         keeps = {i for i in (1, 3) if residual and (act in ("silu", "gelu") or i == 3)}
         assert net.alive() == [i in keeps for i in range(6)]
         again = [y.detach(), *torch.autograd.grad(y.square().sum(), net.parameters())]
@@ -296,12 +296,6 @@ def test_second_gradients(device: torch.device) -> None:
         x = voxels(device, 12, torch.float64)
         net = Net(x.feats, 4, act, residual)
 
-        def f(feats: Tensor, *_: Tensor, net: Net = net, x: Voxels = x) -> Tensor:
-            return net(x.with_feats(feats))
-
-        given = x.feats.clone().requires_grad_()
-        assert torch.autograd.gradcheck(f, (given, *net.parameters()), fast_mode=True)
-        assert torch.autograd.gradgradcheck(f, (given, *net.parameters()), fast_mode=True)
         twice = []
         for how in (plain(), contextlib.nullcontext()):
             with how:
@@ -312,6 +306,13 @@ def test_second_gradients(device: torch.device) -> None:
             twice.append(list(torch.autograd.grad(first.square().sum(), ends)))
         assert equal(*twice)
         assert all(bool(t.any()) for t in twice[0])
+
+        def f(feats: Tensor, *_: Tensor, net: Net = net, x: Voxels = x) -> Tensor:
+            return net(x.with_feats(feats))
+
+        given = x.feats.clone().requires_grad_()
+        assert torch.autograd.gradcheck(f, (given, *net.parameters()), fast_mode=True)
+        assert torch.autograd.gradgradcheck(f, (given, *net.parameters()), fast_mode=True)
 
 
 def test_gradients_in_several_passes(device: torch.device) -> None:

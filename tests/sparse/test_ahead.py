@@ -202,6 +202,26 @@ def test_what_does_not_fit_is_left_to_the_layers(
         assert min(built[0]) > 0 and built[1:] == 3 * [(0, 0)]
 
 
+@pytest.mark.gpu
+def test_rooms_follow_what_was_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second input what is usual, of the third what the second took, with the slack of sets and maps:
+    not what any plan could take, which is several times as much behind a stride."""
+    builds, device = Builds(monkeypatch), torch.device("cuda", 0)
+    network = nn.Sequential(*[nn.SparseConv3d(4, 4, 3, stride=s) for s in (1, 2, 1, 2, 1)]).to(device)
+    for i in range(3):
+        x = voxels(surface_coords(100), device, grad=True)
+        network(x)
+        assert (builds.take() == (0, 0)) == (i > 0)
+    sets = [x.coord_set]
+    for some in sets:
+        sets.extend(some.derived.values())
+    assert len(sets) == 3
+    for core in [core for some in sets for core in some.maps.values()]:
+        for side in core.sides.values():
+            *shared, _, _ = side.tensors
+            assert shared[-1].untyped_storage().nbytes() <= 1.6 * sum(t.nbytes for t in shared) + 40_000
+
+
 def test_layers_that_make_a_view_of_their_weight_are_known(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,8 +55,16 @@ class Wanted:
     """its passes for a tile"""
     units: float
     """its units of 4 unique rows for one of the larger side"""
+    guessed: bool = False
+    """nothing has told yet how many: `passes` and `units` are what is usual"""
     taken: bool = True
     """whether a layer asked for it, since it was made last"""
+
+    def needed(self, passes: float, units: float) -> None:
+        """What a plan has told."""
+        if not self.guessed:
+            passes, units = _rate(self.passes, passes), _rate(self.units, units)
+        self.passes, self.units, self.guessed = passes, units, False
 
 
 @dataclass(eq=False)
@@ -112,13 +120,12 @@ class Place:
                 here = known.inputs is self.site and known.outputs is outputs.site
                 if here and (known.geometry, known.reverse, known.flipped) == how:
                     if made.known:
-                        passes, units = _rates(core.geometry, reverse, made)
-                        known.passes, known.units = _rate(known.passes, passes), _rate(known.units, units)
+                        known.needed(*_rates(core.geometry, reverse, made))
                     known.taken = True
                     return
             if len(self.asked.maps) < _KEPT["maps"]:
                 rates = _rates(core.geometry, reverse, made)
-                self.asked.maps.append(Wanted(self.site, outputs.site, *how, *rates))
+                self.asked.maps.append(Wanted(self.site, outputs.site, *how, *rates, not made.known))
 
 
 def _rates(geometry: Geometry, reverse: bool, made: Direction) -> tuple[float, float]:
@@ -127,7 +134,7 @@ def _rates(geometry: Geometry, reverse: bool, made: Direction) -> tuple[float, f
         return 0.0, 0.0  # a CPU's have none
     n_in, n_out = made.tensors[-1].shape[1:]
     passes, units = made.tensors[2].shape[0], made.tensors[4].shape[0] // 4
-    if not made.known and geometry.stride == (1, 1, 1):  # room for any plan
+    if not made.known:  # there is room for any plan
         passes, units, *_ = plan_room(geometry, reverse, n_in, n_out)
     return passes / max(-(-n_out // _TILE), 1), units / max(n_in, n_out, 1)
 
@@ -268,8 +275,7 @@ def _keep_map(
     n_in, n_out = inputs.num, outputs.num
     if inputs.device.type == "cuda":
         passes, units = need
-        wanted.passes = _rate(wanted.passes, passes / max(-(-n_out // _TILE), 1))
-        wanted.units = _rate(wanted.units, units / max(n_in, n_out, 1))
+        wanted.needed(passes / max(-(-n_out // _TILE), 1), units / max(n_in, n_out, 1))
         if passes > room[0] or units > room[1]:
             return
         tensors = _C.cut_plan(tensors, n_in, n_out, passes, units)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -200,6 +201,29 @@ def test_what_does_not_fit_is_left_to_the_layers(
             alike(y, lone(voxels(coords, device)))
             builds.take()
         assert min(built[0]) > 0 and built[1:] == 3 * [(0, 0)]
+
+
+def test_rooms_of_sets_are_closer_after_more_inputs(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[int] = []
+    derive_sized = ahead.derive_sized
+
+    def derived(source: Any, made: Any, room: int, status: Tensor) -> Any:
+        rooms.append(room)
+        return derive_sized(source, made, room, status)
+
+    monkeypatch.setattr(ahead, "derive_sized", derived)
+    network, spare = Network().to(device), []
+    for _ in range(12):
+        x = voxels(surface_coords(120), device)
+        rooms.clear()
+        with torch.no_grad():
+            network(x)
+        (made,) = [some for some in x.coord_set.derived.values() if some.num > 3000]
+        spare += [(rooms[0] - 256) / made.num] if rooms else []
+    assert len(spare) == 11 and 1.24 < spare[0] < 1.26
+    assert all(a > b for a, b in itertools.pairwise(spare)) and 1.1 < spare[-1] < 1.12
 
 
 @pytest.mark.gpu

@@ -24,7 +24,8 @@ from voxmma.sparse.derive import Derived
 from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.sized import Plan, SizedSet, derive_sized, plan_room, plans_sized
 
-_SET_SLACK, _MAP_SLACK = 1.25, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'
+_SET_SLACK, _MAP_SLACK = 0.1, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'
+_SET_DOUBT = 0.15  # more of a set that one input told of, half of it after two
 _MOST_GROWTH = 8  # of an input over the one before, from which rooms for it can be guessed
 _MEMORY = 63  # inputs for one part in 64 of the way down to what they needed
 _FEWEST = 3  # maps (H200: one map 0.39 ms as here, 0.15 ms by itself, the layer's call included)
@@ -40,6 +41,8 @@ class _Site:
     key: Derived
     rate: float
     """its voxels for one of the input"""
+    seen: int = 1
+    """how many inputs told it"""
 
 
 @dataclass(eq=False)
@@ -210,7 +213,7 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
         None: SizedSet(coords.coords, count, None, (index[0], index[1]), coords.bounds)
     }
     for site, line in zip(sites, status[: len(sites)].unbind(), strict=True):
-        room = int(site.rate * rows * _SET_SLACK) + _TILE
+        room = int(site.rate * rows * (1 + _SET_SLACK + _SET_DOUBT / site.seen)) + _TILE
         sets[site] = derive_sized(sets[site.source], site.key, room, line)
     plans = []
     for wanted in maps:
@@ -227,7 +230,7 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
         source = exact.get(site.source)
         if source is None:
             continue
-        site.rate = _rate(site.rate, number / rows)
+        site.rate, site.seen = _rate(site.rate, number / rows), site.seen + 1
         if not outside and number <= sets[site].coords.shape[0]:
             exact[site] = _keep_set(source, sets[site], Place(place.asked, rows, site, place), number, done)
     for wanted, plan, tensors, (units, passes, pairs, _) in zip(

@@ -261,6 +261,25 @@ def test_rows_of_norms_are_let_go(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_pass_over_rows_by_itself(dtype: torch.dtype) -> None:
+    """The bits of norm_act on rows of every number, width and alignment."""
+    for n, channels in ((2, 8), (3, 5), (300, 16), (1024, 33), (5000, 24), (4100, 33), (700, 512)):
+        wide = torch.randn(n, channels + 3, device="cuda").to(dtype)
+        x, residual = wide[:, :channels], torch.randn(n, channels, device="cuda").to(dtype)
+        weight, bias = torch.randn(2, channels, device="cuda").to(dtype)
+        for act in ACTIVATIONS:
+            for rows in (x, x.contiguous()):
+                for added in (None, residual, wide[:, 3:]):
+                    numbers = weight, bias, None, None, None, 0.1, 1e-5
+                    y, stats, _ = torch.ops.voxmma.norm_act(rows, *numbers, added, act, 0.2)
+                    again = torch.ops.voxmma.norm_act_again(rows, stats, added, act, 0.2)
+                    assert torch.equal(y, again), (n, channels, act)
+        with pytest.raises(RuntimeError, match="stats must be those of norm_act of x"):
+            torch.ops.voxmma.norm_act_again(x, stats[:3], None, "relu", 0.0)
+
+
+@pytest.mark.gpu
 def test_bytes_of_a_step() -> None:
     x = voxels(torch.device("cuda", 0), 9000)
     net = Net(x.feats, 6)

@@ -83,6 +83,7 @@ NormGradients norm_gradients(const NormCall& call, const Tensor& dy, const Tenso
                              bool of_residual) {
   if (!at::GradMode::is_enabled()) {
     const bool differs = call.activation != "none";
+    at::AutoDispatchBelowADInplaceOrView below;
     auto [dx, dweight, dbias, dresidual] = norm_backward_op().call(dy, x, stats, optional(residual), optional(passed),
                                                                    call.activation, call.slope, of_residual && differs);
     return {dx, dweight, dbias, !of_residual ? Tensor() : differs ? dresidual : dy};

@@ -48,6 +48,10 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const NormArgs a
 template <bool Backward, Kind K, bool Vec, class T>
 cudaError_t run(const NormArgs& args, cudaStream_t stream) {
   using A = SumOf<T>;
+  const Grid last = grid_of<T>(args, kPerSm);
+  if constexpr (!Backward) {
+    if (args.given) return launch_kernel(apply_kernel<K, Vec, T>, last.ctas(), kThreads, 0, stream, args, last);
+  }
   if (args.n <= kFew) {
     const Grid grid = few_grid_of<T>(args);
     if constexpr (Backward)
@@ -66,7 +70,6 @@ cudaError_t run(const NormArgs& args, cudaStream_t stream) {
   status = launch_kernel(finish_kernel<Backward, A>, ceil_div(args.channels, kFinished), kFinishThreads, 0, stream,
                          args, grid, grid.each * Step<T>::R);
   if (status != cudaSuccess) return status;
-  const Grid last = grid_of<T>(args, kPerSm);
   if constexpr (!Backward)
     return launch_kernel(apply_kernel<K, Vec, T>, last.ctas(), kThreads, 0, stream, args, last);
   else

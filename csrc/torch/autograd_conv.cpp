@@ -143,7 +143,9 @@ class ConvFunction : public torch::autograd::Function<ConvFunction> {
     ctx->saved_data["stored"] = types.stored;
     if (bias.has_value()) ctx->saved_data["bias_dtype"] = bias->scalar_type();
     // x serves the weight's gradient and the weight x's: neither is kept alive for nothing.
-    ctx->save_for_backward({weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
+    Kept input = weight.requires_grad() ? kept_of(x) : Kept();
+    ctx->save_for_backward({input.rows, x.requires_grad() ? weight : Tensor(), input.stats, input.residual});
+    if (input.recipe) ctx->saved_data["recipe"] = c10::IValue::make_capsule(std::move(input.recipe));
     at::AutoDispatchBelowADInplaceOrView below;
     return conv_op().call(x, stored ? kernel_of(weight) : weight, bias, plan.map, plan.map_t, n_out, plan.symmetric,
                           plan.transpose, plan.accumulator, plan.tile, plan.dgrad_tile, plan.wgrad_tile, out_dtype);
@@ -162,7 +164,11 @@ class ConvFunction : public torch::autograd::Function<ConvFunction> {
         data["stored"].toIntVector()};
     const Tensor dy = as_type(grads[0], types.x_dtype);
     if (ctx->needs_input_grad(0)) out[0] = conv_gradient_of_x(plan, types, dy, saved[1]);
-    if (ctx->needs_input_grad(1)) out[1] = conv_gradient_of_weight(plan, types, dy, saved[0]);
+    if (ctx->needs_input_grad(1)) {
+      const auto found = data.find("recipe");
+      const Kept input{found == data.end() ? RecipePtr() : recipe_in(found->second), saved[0], saved[2], saved[3]};
+      out[1] = conv_gradient_of_weight(plan, types, dy, input_of(input));
+    }
     const auto bias = data.find("bias_dtype");
     if (bias != data.end() && ctx->needs_input_grad(2)) {
       out[2] = conv_gradient_of_bias(grads[0], bias->second.toScalarType());

@@ -3,8 +3,11 @@
 #include <torch/library.h>
 
 #include <ATen/ATen.h>
+#include <ATen/SavedTensorHooks.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <string>
+#include <typeinfo>
 
 #include "ops.h"
 
@@ -17,12 +20,18 @@ using torch::autograd::variable_list;
 using NormSignature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptTensor&, const OptTensor&,
                                                          const OptTensor&, const OptTensor&, const OptTensor&, double,
                                                          double, const OptTensor&, string_view, double, bool);
+using NormAgainSignature = Tensor(const Tensor&, const Tensor&, const OptTensor&, string_view, double);
 using NormBackwardSignature = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                                          const OptTensor&, const OptTensor&,
                                                                          string_view, double, bool);
 
 const auto& norm_op() {
   static const auto op = find_op<NormSignature>("voxmma::norm_act");
+  return op;
+}
+
+const auto& norm_again_op() {
+  static const auto op = find_op<NormAgainSignature>("voxmma::norm_act_again");
   return op;
 }
 
@@ -74,6 +83,7 @@ NormGradients norm_gradients(const NormCall& call, const Tensor& dy, const Tenso
                              bool of_residual) {
   if (!at::GradMode::is_enabled()) {
     const bool differs = call.activation != "none";
+    at::AutoDispatchBelowADInplaceOrView below;
     auto [dx, dweight, dbias, dresidual] = norm_backward_op().call(dy, x, stats, optional(residual), optional(passed),
                                                                    call.activation, call.slope, of_residual && differs);
     return {dx, dweight, dbias, !of_residual ? Tensor() : differs ? dresidual : dy};
@@ -109,6 +119,9 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
     data["slope"] = call.slope;
     data["eps"] = call.eps;
     data["residual_gradient"] = residual.has_value() && residual->requires_grad();
+    if (!residual.has_value()) {
+      data["recipe"] = c10::IValue::make_capsule(c10::make_intrusive<Recipe>(x, made, call, std::nullopt));
+    }
     return {made.y, made.stats, made.passed};
   }
 
@@ -131,6 +144,19 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
     return out;
   }
 };
+
+RecipePtr recipe_of(const torch::autograd::Node& node) {
+  using Made = torch::autograd::CppNode<NormFunction>;
+  if (typeid(node) != typeid(Made)) return recipe_of_block(node);
+  const auto& data = static_cast<const Made&>(node).ctx_.saved_data;
+  const auto found = data.find("recipe");
+  return found == data.end() ? RecipePtr() : recipe_in(found->second);
+}
+
+std::optional<c10::Stream> stream_of(const Tensor& t) {
+  if (!t.is_cuda()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(t.device());
+}
 
 std::tuple<Tensor, Tensor, Tensor> norm_autograd(c10::DispatchKeySet keys, const Tensor& x, const OptTensor& weight,
                                                  const OptTensor& bias, const OptTensor& running_mean,
@@ -158,4 +184,60 @@ std::tuple<Tensor, Tensor, Tensor> norm_autograd(c10::DispatchKeySet keys, const
 TORCH_LIBRARY_IMPL(voxmma, Autograd, m) { m.impl("norm_act", TORCH_FN(norm_autograd)); }
 
 }  // namespace
+
+Seen::Seen(const Tensor& t) : impl(t.getIntrusivePtr()), version(version_of(t)) {}
+
+Tensor Seen::get() const {
+  auto held = impl.lock();
+  if (!held) return {};
+  const Tensor t(std::move(held));
+  return version_of(t) == version ? t : Tensor();
+}
+
+Recipe::Recipe(const Tensor& x, const Normed& made, const NormCall& call, const OptTensor& added)
+    : rows(x),
+      stats(made.stats),
+      activation(call.activation),
+      slope(call.slope),
+      result(made.y.storage().getWeakStorageImpl()),
+      stream(stream_of(x)) {
+  if (added.has_value()) residual.emplace(*added);
+}
+
+Kept kept_of(const Tensor& x) {
+  Kept whole{nullptr, x, {}, {}};
+  // Who packs what nodes keep is shown the input itself.
+  if (!at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return whole;
+  if (x.key_set().has(c10::DispatchKey::Python) || x.is_view() || !x.grad_fn()) return whole;
+  RecipePtr recipe = recipe_of(*x.grad_fn());
+  if (!recipe || recipe->stream != stream_of(x)) return whole;
+  Kept kept{nullptr, recipe->rows.get(), recipe->stats.get(), {}};
+  if (recipe->residual.has_value()) kept.residual = recipe->residual->get();
+  if (!kept.rows.defined() || !kept.stats.defined() || kept.residual.defined() != recipe->residual.has_value()) {
+    return whole;
+  }
+  // The very result, in the memory it was written to, once.
+  if (x._version() != 0 || x.storage().unsafeGetStorageImpl() != recipe->result._unsafe_get_target() ||
+      x.storage_offset() != 0 || !x.is_contiguous() || x.sizes() != kept.rows.sizes() ||
+      x.scalar_type() != kept.rows.scalar_type()) {
+    return whole;
+  }
+  kept.recipe = std::move(recipe);
+  return kept;
+}
+
+Tensor input_of(const Kept& kept) {
+  if (!kept.recipe) return kept.rows;
+  Tensor x;
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    x = norm_again_op().call(kept.rows, kept.stats, optional(kept.residual), kept.recipe->activation,
+                             kept.recipe->slope);
+  }
+  if (at::GradMode::is_enabled()) {
+    torch::autograd::impl::set_gradient_edge(x, torch::autograd::get_current_node()->next_edge(0));
+  }
+  return x;
+}
+
 }  // namespace voxmma

@@ -99,9 +99,9 @@ void bind_cuda(py::module_& m) {
 }
 
 TORCH_LIBRARY_IMPL(voxmma, CUDA, m) {
-  for (const char* name :
-       {"conv", "conv_fused", "conv_fused_into", "pack_weight", "conv_wgrad", "norm_act", "norm_act_backward",
-        "neighbor_counts", "pool_sum", "pool_max", "pool_pick", "pool_put", "segment_sum", "segment_argmax"}) {
+  for (const char* name : {"conv", "conv_fused", "conv_fused_into", "pack_weight", "conv_wgrad", "norm_act",
+                           "norm_act_again", "norm_act_backward", "neighbor_counts", "pool_sum", "pool_max",
+                           "pool_pick", "pool_put", "segment_sum", "segment_argmax"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&op_without_cuda>());
   }
 }
@@ -149,6 +149,8 @@ TORCH_LIBRARY(voxmma, m) {
       "norm_act(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
       "Tensor(c!)? batches, float momentum, float eps, Tensor? residual, str activation, float slope, bool keep=False) "
       "-> (Tensor, Tensor, Tensor)");
+  // y once more, of x and statistics that norm_act made of it.
+  m.def("norm_act_again(Tensor x, Tensor stats, Tensor? residual, str activation, float slope) -> Tensor");
   m.def(
       "norm_act_backward(Tensor dy, Tensor x, Tensor stats, Tensor? residual, Tensor? passed, str activation, "
       "float slope, bool residual_gradient) -> (Tensor, Tensor, Tensor, Tensor)");

@@ -3,6 +3,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/custom_class.h>
 
 #include <initializer_list>
 #include <memory>
@@ -15,7 +16,8 @@
 
 namespace torch::autograd {
 struct AutogradContext;
-}
+struct Node;
+}  // namespace torch::autograd
 
 namespace voxmma {
 
@@ -162,6 +164,44 @@ struct NormGradients {
 NormGradients norm_gradients(const NormCall& call, const Tensor& dy, const Tensor& x, const Tensor& weight,
                              const Tensor& bias, const Tensor& stats, const Tensor& residual, const Tensor& passed,
                              bool of_residual);
+
+// A tensor that somebody else keeps, as it is now.
+class Seen {
+ public:
+  explicit Seen(const Tensor& t);
+  Tensor get() const;  // undefined where it is gone, or was written to
+  bool is(const Tensor& t) const { return impl._unsafe_get_target() == t.unsafeGetTensorImpl(); }
+
+ private:
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> impl;
+  int64_t version;
+};
+
+// What the result of a norm and activation is made of. The norm's node keeps that for itself, so nodes that need the
+// result for their gradients keep it, too, instead of the result, and make it again with the same bits.
+struct Recipe : torch::CustomClassHolder {
+  Seen rows, stats;
+  std::optional<Seen> residual;
+  std::string activation;
+  double slope;
+  c10::weak_intrusive_ptr<c10::StorageImpl> result;  // where the result lies
+  std::optional<c10::Stream> stream;                 // on which it was made
+  Recipe(const Tensor& x, const Normed& made, const NormCall& call, const OptTensor& added);
+};
+using RecipePtr = c10::intrusive_ptr<Recipe>;
+inline RecipePtr recipe_in(const c10::IValue& kept) {
+  return c10::static_intrusive_pointer_cast<Recipe>(kept.toCapsule());
+}
+RecipePtr recipe_of_block(const torch::autograd::Node& node);  // null: it is no block, or has none
+
+// What a node keeps of its first input for its gradient, beside others: with a recipe not the input itself.
+struct Kept {
+  RecipePtr recipe;
+  Tensor rows, stats, residual;  // without: the input, and nothing
+};
+Kept kept_of(const Tensor& x);
+// The input, in the backward of the node: differentiable again where gradients are recorded.
+Tensor input_of(const Kept& kept);
 
 // Convolution, norm and activation as one node of the graph (autograd_block.cpp). stored: the weight is (C_out, ..., C_in).
 Tensor conv_norm_act(const std::shared_ptr<const Plan>& plan, int64_t n_out, OptDtype out_dtype, const NormCall& norm,

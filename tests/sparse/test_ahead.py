@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -200,6 +201,49 @@ def test_what_does_not_fit_is_left_to_the_layers(
             alike(y, lone(voxels(coords, device)))
             builds.take()
         assert min(built[0]) > 0 and built[1:] == 3 * [(0, 0)]
+
+
+def test_rooms_of_sets_are_closer_after_more_inputs(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[int] = []
+    derive_sized = ahead.derive_sized
+
+    def derived(source: Any, made: Any, room: int, status: Tensor) -> Any:
+        rooms.append(room)
+        return derive_sized(source, made, room, status)
+
+    monkeypatch.setattr(ahead, "derive_sized", derived)
+    network, spare = Network().to(device), []
+    for _ in range(12):
+        x = voxels(surface_coords(60), device)
+        rooms.clear()
+        with torch.no_grad():
+            network(x)
+        (made,) = [some for some in x.coord_set.derived.values() if some.num > 800]
+        spare += [(rooms[0] - 256) / made.num] if rooms else []
+    assert len(spare) == 11 and 1.24 < spare[0] < 1.26
+    assert all(a > b for a, b in itertools.pairwise(spare)) and 1.1 < spare[-1] < 1.12
+
+
+@pytest.mark.gpu
+def test_rooms_follow_what_was_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second input what is usual, of the third what the second took, with the slack of sets and maps:
+    not what any plan could take, which is several times as much behind a stride."""
+    builds, device = Builds(monkeypatch), torch.device("cuda", 0)
+    network = nn.Sequential(*[nn.SparseConv3d(4, 4, 3, stride=s) for s in (1, 2, 1, 2, 1)]).to(device)
+    for i in range(3):
+        x = voxels(surface_coords(100), device, grad=True)
+        network(x)
+        assert (builds.take() == (0, 0)) == (i > 0)
+    sets = [x.coord_set]
+    for some in sets:
+        sets.extend(some.derived.values())
+    assert len(sets) == 3
+    for core in [core for some in sets for core in some.maps.values()]:
+        for side in core.sides.values():
+            *shared, _, _ = side.tensors
+            assert shared[-1].untyped_storage().nbytes() <= 1.6 * sum(t.nbytes for t in shared) + 40_000
 
 
 def test_layers_that_make_a_view_of_their_weight_are_known(

@@ -227,6 +227,7 @@ struct NormArgs {
   DType running_dtype;
   double momentum;
   int64_t* batches;  // incremented; or null
+  bool given;        // stats are there, and y alone is written: the same bits again
   // backward; x, stats, activation as they were. relu, leaky_relu with a residual: `passed`, and no residual
   const void* dy;  // (n, channels), `ldy` elements from row to row
   int64_t ldy;

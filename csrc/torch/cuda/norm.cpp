@@ -73,15 +73,33 @@ std::tuple<Tensor, Tensor, Tensor> norm_act_cuda(const Tensor& x, const OptTenso
   return {y, stats, passed};
 }
 
+void check_stats(const Tensor& stats, const Tensor& x) {
+  TORCH_CHECK(stats.is_contiguous() && stats.dim() == 2 && stats.size(0) == 4 && stats.size(1) == x.size(1) &&
+                  stats.device() == x.device() && stats.scalar_type() == sum_type(x.scalar_type()),
+              "stats must be those of norm_act of x");
+}
+
+Tensor norm_act_again_cuda(const Tensor& x, const Tensor& stats, const OptTensor& residual, string_view activation,
+                           double slope) {
+  check_norm(x, std::nullopt, std::nullopt, std::nullopt, std::nullopt, residual);
+  check_stats(stats, x);
+  const Launch on(x.device());
+  const Tensor y = on.empty(x.sizes(), x.scalar_type());
+  Owners own;
+  NormArgs args = norm_args(on, x, residual, activation, slope, stats, own);
+  args.y = y.data_ptr();
+  args.given = true;
+  if (x.size(1) != 0) check_cuda(norm_forward(args, on.stream), "norm_forward", on.device);
+  return y;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm_act_backward_cuda(const Tensor& dy, const Tensor& x,
                                                                   const Tensor& stats, const OptTensor& residual,
                                                                   const OptTensor& passed, string_view activation,
                                                                   double slope, bool residual_gradient) {
   check_norm(x, std::nullopt, std::nullopt, std::nullopt, std::nullopt, residual);
   check_norm(x, std::nullopt, std::nullopt, std::nullopt, std::nullopt, dy);
-  TORCH_CHECK(stats.is_contiguous() && stats.dim() == 2 && stats.size(0) == 4 && stats.size(1) == x.size(1) &&
-                  stats.device() == x.device() && stats.scalar_type() == sum_type(x.scalar_type()),
-              "stats must be those of norm_act of x");
+  check_stats(stats, x);
   const Launch on(x.device());
   const Tensor dx = on.empty(x.sizes(), x.scalar_type());
   const Tensor dresidual = on.empty(residual_gradient ? x.sizes() : at::IntArrayRef({0}), x.scalar_type());
@@ -111,6 +129,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_act_backward_cuda(const Tensor& 
 
 TORCH_LIBRARY_IMPL(voxmma, CUDA, m) {
   m.impl("norm_act", TORCH_FN(norm_act_cuda));
+  m.impl("norm_act_again", TORCH_FN(norm_act_again_cuda));
   m.impl("norm_act_backward", TORCH_FN(norm_act_backward_cuda));
 }
 

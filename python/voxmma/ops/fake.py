@@ -91,6 +91,13 @@ def _norm_act_fake(
     )
 
 
+@torch.library.register_fake("voxmma::norm_act_again")
+def _norm_act_again_fake(
+    x: Tensor, stats: Tensor, residual: Tensor | None, activation: str, slope: float
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 @torch.library.register_fake("voxmma::norm_act_backward")
 def _norm_act_backward_fake(
     dy: Tensor,

@@ -24,7 +24,8 @@ from voxmma.sparse.derive import Derived
 from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.sized import Plan, SizedSet, derive_sized, plan_room, plans_sized
 
-_SET_SLACK, _MAP_SLACK = 1.25, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'
+_SET_SLACK, _MAP_SLACK = 0.1, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'
+_SET_DOUBT = 0.15  # more of a set that one input told of, half of it after two
 _MOST_GROWTH = 8  # of an input over the one before, from which rooms for it can be guessed
 _MEMORY = 63  # inputs for one part in 64 of the way down to what they needed
 _FEWEST = 3  # maps (H200: one map 0.39 ms as here, 0.15 ms by itself, the layer's call included)
@@ -40,6 +41,8 @@ class _Site:
     key: Derived
     rate: float
     """its voxels for one of the input"""
+    seen: int = 1
+    """how many inputs told it"""
 
 
 @dataclass(eq=False)
@@ -55,8 +58,16 @@ class Wanted:
     """its passes for a tile"""
     units: float
     """its units of 4 unique rows for one of the larger side"""
+    guessed: bool = False
+    """nothing has told yet how many: `passes` and `units` are what is usual"""
     taken: bool = True
     """whether a layer asked for it, since it was made last"""
+
+    def needed(self, passes: float, units: float) -> None:
+        """What a plan has told."""
+        if not self.guessed:
+            passes, units = _rate(self.passes, passes), _rate(self.units, units)
+        self.passes, self.units, self.guessed = passes, units, False
 
 
 @dataclass(eq=False)
@@ -112,13 +123,12 @@ class Place:
                 here = known.inputs is self.site and known.outputs is outputs.site
                 if here and (known.geometry, known.reverse, known.flipped) == how:
                     if made.known:
-                        passes, units = _rates(core.geometry, reverse, made)
-                        known.passes, known.units = _rate(known.passes, passes), _rate(known.units, units)
+                        known.needed(*_rates(core.geometry, reverse, made))
                     known.taken = True
                     return
             if len(self.asked.maps) < _KEPT["maps"]:
                 rates = _rates(core.geometry, reverse, made)
-                self.asked.maps.append(Wanted(self.site, outputs.site, *how, *rates))
+                self.asked.maps.append(Wanted(self.site, outputs.site, *how, *rates, not made.known))
 
 
 def _rates(geometry: Geometry, reverse: bool, made: Direction) -> tuple[float, float]:
@@ -127,7 +137,7 @@ def _rates(geometry: Geometry, reverse: bool, made: Direction) -> tuple[float, f
         return 0.0, 0.0  # a CPU's have none
     n_in, n_out = made.tensors[-1].shape[1:]
     passes, units = made.tensors[2].shape[0], made.tensors[4].shape[0] // 4
-    if not made.known and geometry.stride == (1, 1, 1):  # room for any plan
+    if not made.known:  # there is room for any plan
         passes, units, *_ = plan_room(geometry, reverse, n_in, n_out)
     return passes / max(-(-n_out // _TILE), 1), units / max(n_in, n_out, 1)
 
@@ -203,7 +213,7 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
         None: SizedSet(coords.coords, count, None, (index[0], index[1]), coords.bounds)
     }
     for site, line in zip(sites, status[: len(sites)].unbind(), strict=True):
-        room = int(site.rate * rows * _SET_SLACK) + _TILE
+        room = int(site.rate * rows * (1 + _SET_SLACK + _SET_DOUBT / site.seen)) + _TILE
         sets[site] = derive_sized(sets[site.source], site.key, room, line)
     plans = []
     for wanted in maps:
@@ -220,7 +230,7 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
         source = exact.get(site.source)
         if source is None:
             continue
-        site.rate = _rate(site.rate, number / rows)
+        site.rate, site.seen = _rate(site.rate, number / rows), site.seen + 1
         if not outside and number <= sets[site].coords.shape[0]:
             exact[site] = _keep_set(source, sets[site], Place(place.asked, rows, site, place), number, done)
     for wanted, plan, tensors, (units, passes, pairs, _) in zip(
@@ -268,8 +278,7 @@ def _keep_map(
     n_in, n_out = inputs.num, outputs.num
     if inputs.device.type == "cuda":
         passes, units = need
-        wanted.passes = _rate(wanted.passes, passes / max(-(-n_out // _TILE), 1))
-        wanted.units = _rate(wanted.units, units / max(n_in, n_out, 1))
+        wanted.needed(passes / max(-(-n_out // _TILE), 1), units / max(n_in, n_out, 1))
         if passes > room[0] or units > room[1]:
             return
         tensors = _C.cut_plan(tensors, n_in, n_out, passes, units)

@@ -64,8 +64,9 @@ def norm_act(
     activation: 'none', 'relu', 'leaky_relu' with its slope, 'silu' or 'gelu' (erf). residual: as x, on the
     coordinate set of x. On a GPU one pass makes the statistics, one the result, and two the gradient (docs/
     precision.md); sums of the rows are made in a fixed order. x and the statistics are kept for the gradient,
-    with a residual also a bit a cell (relu, leaky_relu) or the residual (silu, gelu). Else, and under
-    torch.compile, torch's functions one after another.
+    with a residual also a bit a cell (relu, leaky_relu) or the residual (silu, gelu); without one, a
+    convolution of the result keeps these instead of it. Else, and under torch.compile, torch's functions one
+    after another.
 
     ValueError for another activation, or a residual on other coordinates.
     """

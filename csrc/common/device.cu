@@ -1,8 +1,6 @@
 // The CUDA runtime behind voxmma/device.h.
 #include "voxmma/device.h"
 
-#include "voxmma/copies.h"
-
 #include <algorithm>
 #include <cstdint>
 

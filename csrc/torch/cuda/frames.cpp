@@ -1,4 +1,5 @@
 // Frames of an engine (voxmma/engine/compiled.py): what is copied, several tensors in a launch, and what the host is told.
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -23,7 +24,8 @@ class Copies {
       copies_.push_back({buffer.data_ptr(), nullptr, buffer.numel(), 8, 8, 0, *number, false});
       return;
     }
-    Tensor from = std::get<Tensor>(source).resolve_conj().resolve_neg();
+    Tensor from = std::get<Tensor>(source);
+    if (from.is_conj() || from.is_neg()) from = from.resolve_conj().resolve_neg();
     const bool narrow = from.scalar_type() == at::kLong && buffer.scalar_type() == at::kInt, rows = buffer.dim() == 2;
     TORCH_CHECK_TYPE(narrow || from.scalar_type() == buffer.scalar_type(), "a buffer of ", buffer.scalar_type(),
                      " got ", from.scalar_type());

@@ -4,7 +4,6 @@
 #include <memory>
 
 #include "launch.h"
-#include "voxmma/copies.h"
 
 namespace voxmma {
 

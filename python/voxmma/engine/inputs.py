@@ -94,17 +94,15 @@ class Grid:
 
 
 def is_input(value: Any) -> bool:
-    return isinstance(value, Voxels | Points)
+    return isinstance(value, (Voxels, Points))
 
 
 def _is_sparse(value: Any) -> bool:
     """Voxels, points, or a pair of tensors with coordinates first."""
-    if is_input(value):
-        return True
-    if type(value) is not tuple or len(value) != 2:
-        return False
-    first = value[0]
-    return not isinstance(first, Voxels | Points | tuple | list | dict) and getattr(first, "ndim", 0) == 2
+    if type(value) is not tuple:
+        return is_input(value)
+    first = value[0] if len(value) == 2 else None
+    return not isinstance(first, (Voxels, Points, tuple, list, dict)) and getattr(first, "ndim", 0) == 2
 
 
 @dataclass(frozen=True)

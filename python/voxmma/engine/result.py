@@ -101,6 +101,7 @@ class Result:
                     self._error = error
                 self._done = True
                 self._tensors = self._frame = []
+                del self._told
             if self._error is not None:
                 raise self._error
             with self._still():

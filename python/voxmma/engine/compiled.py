@@ -124,7 +124,10 @@ class Engine:
         self.grow = grow
         self._needs = list(needs)
         self._roots = [number for number, level in enumerate(program.levels) if level.parent < 0]
-        grids = [given.spatial_shape for given in inputs if given.sparse]
+        sparse = [(given, place) for place, given in enumerate(inputs) if given.sparse]
+        self._sparse_places = [(self._roots[given.root], place) for given, place in sparse]
+        """level of each sparse input, and its place among all"""
+        grids = [given.spatial_shape for given, _ in sparse]
         self._shapes = [
             grids[level.path[0]] if level.parent < 0 or level.path[-1] == CELLS else level.path[-1].shape
             for level in program.levels
@@ -366,11 +369,7 @@ class Engine:
 
     def _sparse(self, frame: list[Any]) -> list[tuple[int, Rows]]:
         """Level and leaf of each sparse input."""
-        return [
-            (self._roots[given.root], leaf)
-            for given, leaf in zip(self._inputs, frame, strict=True)
-            if given.sparse
-        ]
+        return [(level, frame[place]) for level, place in self._sparse_places]
 
     def _frame(self, frame: list[Any], copy: bool) -> Result:
         """Enqueues a frame that there is room for. Under the lock."""

@@ -321,12 +321,13 @@ def _check_rows(what: str, made: Rows, given: Input, device: torch.device) -> No
     _same("feats", feats, given.dtype, device)
     if where.device != device:
         raise ValueError(f"{what} is on {where.device}, the engine on {device}")
-    if feats.dim() != 2 or feats.shape[0] != where.shape[0]:
-        raise ValueError(f"feats must be ({where.shape[0]}, C), got shape {tuple(feats.shape)}")
-    if feats.shape[1] != given.shape[0]:
-        raise ValueError(f"feats has {feats.shape[1]} channels, the engine takes {given.shape[0]}")
-    if made.size > MOST_ROWS:
-        raise ValueError(f"{what} has {made.size:,} rows, an engine takes {MOST_ROWS:,} at most")
+    rows, shape = made.size, feats.shape
+    if len(shape) != 2 or shape[0] != rows:
+        raise ValueError(f"feats must be ({rows}, C), got shape {tuple(shape)}")
+    if shape[1] != given.shape[0]:
+        raise ValueError(f"feats has {shape[1]} channels, the engine takes {given.shape[0]}")
+    if rows > MOST_ROWS:
+        raise ValueError(f"{what} has {rows:,} rows, an engine takes {MOST_ROWS:,} at most")
 
 
 def _same(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:

@@ -121,16 +121,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads) put_numbers(const T* from, int64_t n, int* to, int64_t* count) {
-  const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x, step = int64_t(gridDim.x) * kThreads;
-  if (first == 0) *count = n;
-  for (int64_t i = first; i < 4 * n; i += step) {
-    to[i] = sizeof(T) == sizeof(int) ? static_cast<int>(from[i])
-                                     : static_cast<int>(min(max(from[i], T{-(1 << 30)}), T{1 << 30}));
-  }
-}
-
 // The first rank of each brick enters it.
 __global__ void __launch_bounds__(kThreads)
     insert_bricks(const int4* coords, const int* order, const Rows rows, Brick* table, uint32_t capacity) {
@@ -204,16 +194,6 @@ cudaError_t order_coords(const OrderArgs& args, cudaStream_t stream) {
     if (error != cudaSuccess) return error;
   }
   if (args.stats != nullptr || args.sized != nullptr) check_order<<<blocks, kThreads, 0, stream>>>(args, range);
-  return cudaGetLastError();
-}
-
-cudaError_t put_coords(const void* coords, bool is_int64, int64_t n, int* buffer, int64_t* count, cudaStream_t stream) {
-  if (n < 0 || n > INT_MAX) return cudaErrorInvalidValue;
-  if (is_int64) {
-    put_numbers<<<blocks_for(4 * n), kThreads, 0, stream>>>(static_cast<const int64_t*>(coords), n, buffer, count);
-  } else {
-    put_numbers<<<blocks_for(4 * n), kThreads, 0, stream>>>(static_cast<const int*>(coords), n, buffer, count);
-  }
   return cudaGetLastError();
 }
 

@@ -58,6 +58,23 @@ std::vector<Tensor> cut_plan(const std::vector<Tensor>& plan, int64_t n_in, int6
           first(order, {0, n_in, n_out})};
 }
 
+// The first rows of tensors, -1: all. Without dispatch: writes are counted with those of the tensor, there is no graph.
+std::vector<Tensor> first_rows(const std::vector<Tensor>& tensors, const std::vector<int64_t>& rows) {
+  TORCH_CHECK_VALUE(tensors.size() == rows.size(), rows.size(), " numbers of rows for ", tensors.size(), " tensors");
+  std::vector<Tensor> made(tensors);
+  for (size_t i = 0; i < made.size(); ++i) {
+    if (rows[i] < 0) continue;
+    const Tensor& t = tensors[i];
+    TORCH_CHECK_VALUE(t.dim() > 0 && rows[i] <= t.size(0), "no ", rows[i], " rows in ", t.sizes());
+    auto impl = t.unsafeGetTensorImpl()->shallow_copy_and_detach(t.unsafeGetTensorImpl()->version_counter(), true);
+    std::vector<int64_t> sizes = t.sizes().vec();
+    sizes[0] = rows[i];
+    impl->set_sizes_and_strides(sizes, t.strides());
+    made[i] = Tensor(std::move(impl));
+  }
+  return made;
+}
+
 }  // namespace
 
 void bind_cached(py::module_& m) {
@@ -65,6 +82,7 @@ void bind_cached(py::module_& m) {
   m.def("map_size", torch::wrap_pybind_function(map_size), py::arg("like"), py::arg("n_in"), py::arg("n_out"));
   m.def("cut_plan", torch::wrap_pybind_function(cut_plan), py::arg("plan"), py::arg("n_in"), py::arg("n_out"),
         py::arg("passes"), py::arg("units"));
+  m.def("first_rows", torch::wrap_pybind_function(first_rows), py::arg("tensors"), py::arg("rows"));
 }
 
 }  // namespace voxmma

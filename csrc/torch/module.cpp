@@ -67,6 +67,7 @@ void bind_cuda(py::module_& m) {
   bind_plans(m);
   bind_points(m);
   bind_streams(m);
+  bind_frames(m);
 }
 
 #else  // a CPU-only build
@@ -84,17 +85,19 @@ constexpr bool kHasCuda = false;
 void op_without_cuda(const c10::OperatorHandle&, c10::Stack*) { no_cuda(); }
 
 struct StreamEvent {};
+struct Told {};
 
 void bind_cuda(py::module_& m) {
   const auto missing = torch::wrap_pybind_function([](const py::args&, const py::kwargs&) { no_cuda(); });
   for (const char* name :
-       {"driver_version", "runtime_version", "tile_parts",      "shared_memory",   "mma_probe",   "mma_rate",
-        "put_coords",     "index_coords",    "derive_coords",   "build_plan",      "index_sized", "derive_sized",
-        "plan_room",      "plans_sized",     "plan_to_table",   "cells_of_points", "group_cells", "merge_runs",
-        "lookup_rows",    "locate_points",   "gather_weighted", "scatter_weighted"}) {
+       {"driver_version", "runtime_version", "tile_parts",       "shared_memory", "mma_probe",    "mma_rate",
+        "index_coords",   "derive_coords",   "build_plan",       "index_sized",   "derive_sized", "plan_room",
+        "plans_sized",    "plan_to_table",   "cells_of_points",  "group_cells",   "merge_runs",   "lookup_rows",
+        "locate_points",  "gather_weighted", "scatter_weighted", "put",           "copies"}) {
     m.def(name, missing);
   }
   py::class_<StreamEvent>(m, "StreamEvent").def_static("record", missing);
+  py::class_<Told>(m, "Told").def_static("of", missing);
   m.def("kernel_configs", [] { return py::list(); });
 }
 

@@ -21,6 +21,7 @@ void bind_coords(py::module_& m);
 void bind_plans(py::module_& m);
 void bind_points(py::module_& m);
 void bind_streams(py::module_& m);
+void bind_frames(py::module_& m);
 #endif
 
 }  // namespace voxmma

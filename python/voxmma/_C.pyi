@@ -77,9 +77,27 @@ def map_size(like: Tensor, n_in: int, n_out: int) -> Tensor:
 def cut_plan(plan: Sequence[Tensor], n_in: int, n_out: int, passes: int, units: int) -> list[Tensor]:
     """The tensors of a map: what a compact plan of `plans_sized` used, which had room for that."""
 
-def put_coords(coords: Tensor, buffer: Tensor, count: Tensor) -> None:
-    """Copies (n, 4) int32 or int64 rows into the first ones of a buffer, (capacity, 4) int32, and n into
-    count, (1,) int64. Of int64, numbers beyond 2^30 and -2^30 become these."""
+def first_rows(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
+    """The first rows of each tensor, -1: the tensor itself. Writes are counted with those of the tensor; no
+    graph leads to it."""
+
+def put(buffers: Sequence[Tensor], sources: Sequence[Tensor | int]) -> None:
+    """Copies tensors into the first rows and columns of contiguous buffers on their CUDA device, 32 in a
+    launch. Of int64 into int32, numbers beyond 2^30 and -2^30 become these. An int is put into all of an
+    int64 buffer."""
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors of one CUDA device, 32 in a launch, without a graph; never inference tensors."""
+
+class Told:
+    """Numbers that a CUDA device tells the host."""
+
+    @staticmethod
+    def of(numbers: Tensor, buffers: Sequence[Tensor], sources: Sequence[Tensor | int]) -> Told:
+        """Copies int64 numbers to the host, and does `put` in the same launch."""
+
+    def numbers(self) -> list[int]:
+        """Waits for them."""
 
 def index_sized(
     coords: Tensor, count: Tensor, bounds: Sequence[int], status: Tensor
@@ -157,6 +175,9 @@ class StreamEvent:
 
     def wait(self) -> bool:
         """Makes the current stream wait; False while a CUDA graph is captured on it: the host has waited."""
+
+    def done(self) -> bool:
+        """Whether the device is done with that; does not wait."""
 
     @property
     def stream(self) -> int:

@@ -170,22 +170,6 @@ def check_empty_tiles(tensors: list[Tensor], rows: Tensor, volume: int) -> None:
         assert not passes[:, 2:].any() and not frag.any()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_coordinates_are_put_into_a_buffer(dtype: torch.dtype) -> None:
-    large = torch.tensor([[0, 1, -2, 3], [1, 1 << 40, -(1 << 40), (1 << 30) + 1]])
-    rows = torch.cat([large[: 1 if dtype == torch.int32 else 2], torch.randint(-99, 99, (700, 4))]).to(dtype)
-    for given in (rows, rows[:0], rows[3:5], rows.flip(1)[::2]):
-        buffer = torch.full((800, 4), 7, dtype=torch.int32, device="cuda")
-        count = torch.full((1,), -1, device="cuda")
-        voxmma._C.put_coords(given.cuda(), buffer, count)
-        assert count.item() == len(given)
-        assert torch.equal(buffer[: len(given)].cpu(), given.clamp(-(1 << 30), 1 << 30).int())
-        assert bool((buffer[len(given) :] == 7).all())
-    with pytest.raises(ValueError, match="the buffer has room for 9 rows, got"):
-        voxmma._C.put_coords(rows.cuda(), buffer[:9], count)
-
-
 @pytest.mark.parametrize("more", [0, 1, 300, 5000])
 @pytest.mark.parametrize("name", CASES)
 def test_an_index_is_that_of_the_rows(device: torch.device, name: str, more: int) -> None:

@@ -14,6 +14,7 @@ using cudaError_t = cudaError;
 #endif
 
 #include <cstddef>
+#include <cstdint>
 
 namespace voxmma {
 
@@ -40,10 +41,23 @@ cudaError_t set_device(int device);
 cudaError_t set_bytes(void* data, int value, size_t bytes, cudaStream_t);
 cudaError_t copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t);
 
+// Rows that are copied from memory of the device to memory of the device, or page-locked memory of the host. Strides are bytes
+// between rows.
+struct RowCopy {
+  void* to;
+  const void* from;                             // null: `rows` int64 at `to` become `value`
+  int64_t rows, bytes, to_stride, from_stride;  // bytes of a row that is read
+  int64_t value;
+  bool narrow;  // int64 to int32, what lies beyond 2^30 or -2^30 to these
+};
+constexpr int kMostCopies = 32;
+cudaError_t copy_rows(const RowCopy* copies, int count, cudaStream_t);  // by one launch
+
 cudaError_t make_event(cudaEvent_t* event);  // without a time
 cudaError_t record_event(cudaEvent_t, cudaStream_t);
 cudaError_t wait_for_event(cudaStream_t, cudaEvent_t);  // the stream waits
-cudaError_t finish_event(cudaEvent_t);                  // the host waits, also while this thread captures a CUDA graph
+cudaError_t event_done(cudaEvent_t, bool* done);
+cudaError_t finish_event(cudaEvent_t);  // the host waits, also while this thread captures a CUDA graph
 cudaError_t is_capturing(cudaStream_t, bool* capturing);
 
 #pragma GCC visibility pop

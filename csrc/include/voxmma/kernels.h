@@ -299,9 +299,6 @@ struct OrderArgs {
   SizedStats* sized;
   int* bounds;  // [8]
 };
-// Rows of int32 or int64 into a buffer of as many or more, and their number. Of int64, what lies beyond 2^30 or -2^30
-// becomes these, which are outside of any bounds.
-cudaError_t put_coords(const void* coords, bool is_int64, int64_t n, int* buffer, int64_t* count, cudaStream_t);
 
 size_t order_workspace(int64_t n);
 cudaError_t order_coords(const OrderArgs&, cudaStream_t);

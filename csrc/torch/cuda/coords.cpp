@@ -100,20 +100,6 @@ const int* inner_bounds(const Tensor& inner, const Tensor& like) {
   return data<int>(inner);
 }
 
-// Rows (n, 4) into the first ones of a buffer, and their number.
-void put_coords_cuda(const Tensor& coords, const Tensor& buffer, const Tensor& count) {
-  const bool is_int64 = coords.scalar_type() == at::kLong;
-  const Tensor dense = aligned(coords);
-  check_ints("coords", dense, is_int64 ? at::kLong : at::kInt, 4, buffer);
-  check_ints("buffer", buffer, at::kInt, 4, buffer);
-  const int64_t n = dense.size(0);
-  TORCH_CHECK_VALUE(n <= buffer.size(0), "the buffer has room for ", buffer.size(0), " rows, got ", n);
-  const int64_t* known = sized_count("count", count, buffer);
-  const Launch on(buffer.device());
-  check_cuda(put_coords(dense.data_ptr(), is_int64, n, data<int>(buffer), const_cast<int64_t*>(known), on.stream),
-             "put_coords", on.device);
-}
-
 std::tuple<Tensor, Tensor, Tensor> index_sized_cuda(const Tensor& coords, const Tensor& count, const Ints& bounds,
                                                     const Tensor& status) {
   check_ints("coords", coords, at::kInt, 4, coords);
@@ -351,8 +337,6 @@ void bind_coords(py::module_& m) {
   m.def("derive_coords", torch::wrap_pybind_function_no_gil(derive_coords_cuda), py::arg("coords"), py::arg("size"),
         py::arg("stride"), py::arg("dilation"), py::arg("padding"), py::arg("to_children"), py::arg("shape"),
         py::arg("bounds"), py::arg("piece"), py::arg("limit"));
-  m.def("put_coords", torch::wrap_pybind_function_no_gil(put_coords_cuda), py::arg("coords"), py::arg("buffer"),
-        py::arg("count"));
   m.def("index_sized", torch::wrap_pybind_function_no_gil(index_sized_cuda), py::arg("coords"), py::arg("count"),
         py::arg("bounds"), py::arg("status"));
   m.def("derive_sized", torch::wrap_pybind_function_no_gil(derive_sized_cuda), py::arg("coords"), py::arg("count"),

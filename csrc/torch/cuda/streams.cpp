@@ -1,10 +1,9 @@
-// Waiting for what another stream does (voxmma/sparse/cached.py).
-#include <memory>
+#include "streams.h"
+
 #include <mutex>
 #include <vector>
 
 #include "../module.h"
-#include "launch.h"
 
 namespace voxmma {
 namespace {
@@ -57,52 +56,44 @@ SpareEvents& spare_events() {
   return *made;
 }
 
-// An event behind what a device's current stream had to do when this was made.
-class StreamEvent {
- public:
-  // None where a CUDA graph is captured on that stream: the event would be part of the graph.
-  static std::unique_ptr<StreamEvent> record(int64_t device_index) {
-    const Launch on(cuda_device(device_index));
-    if (captured(on)) return nullptr;
-    std::unique_ptr<StreamEvent> made(new StreamEvent(on.device, spare_events().take(on.device), on.stream));
-    check_cuda(record_event(made->event_, on.stream), "cudaEventRecord", on.device);
-    return made;
-  }
-
-  StreamEvent(const StreamEvent&) = delete;
-  StreamEvent& operator=(const StreamEvent&) = delete;
-
-  ~StreamEvent() { spare_events().give(device_, event_); }
-
-  // Makes the device's current stream wait. False where a CUDA graph is captured on it: a graph cannot wait for what it
-  // did not capture, so the host has waited instead.
-  bool wait() const {
-    const Launch on(device_);
-    if (!captured(on)) {
-      check_cuda(wait_for_event(on.stream, event_), "cudaStreamWaitEvent", device_);
-      return true;
-    }
-    check_cuda(finish_event(event_), "cudaEventSynchronize", device_);
-    return false;
-  }
-
-  uintptr_t stream() const { return reinterpret_cast<uintptr_t>(stream_); }
-
- private:
-  StreamEvent(at::Device device, cudaEvent_t event, cudaStream_t stream)
-      : device_(device), event_(event), stream_(stream) {}
-
-  at::Device device_;
-  cudaEvent_t event_;
-  cudaStream_t stream_;  // that of record()
-};
-
 }  // namespace
+
+std::unique_ptr<StreamEvent> StreamEvent::behind(const Launch& on) {
+  std::unique_ptr<StreamEvent> made(new StreamEvent(on.device, spare_events().take(on.device), on.stream));
+  check_cuda(record_event(made->event_, on.stream), "cudaEventRecord", on.device);
+  return made;
+}
+
+std::unique_ptr<StreamEvent> StreamEvent::record(int64_t device_index) {
+  const Launch on(cuda_device(device_index));
+  return captured(on) ? nullptr : behind(on);
+}
+
+StreamEvent::~StreamEvent() { spare_events().give(device_, event_); }
+
+bool StreamEvent::wait() const {
+  const Launch on(device_);
+  if (!captured(on)) {
+    check_cuda(wait_for_event(on.stream, event_), "cudaStreamWaitEvent", device_);
+    return true;
+  }
+  finish();
+  return false;
+}
+
+bool StreamEvent::done() const {
+  bool is_done = false;
+  check_cuda(event_done(event_, &is_done), "cudaEventQuery", device_);
+  return is_done;
+}
+
+void StreamEvent::finish() const { check_cuda(finish_event(event_), "cudaEventSynchronize", device_); }
 
 void bind_streams(py::module_& m) {
   py::class_<StreamEvent>(m, "StreamEvent")
       .def_static("record", torch::wrap_pybind_function(StreamEvent::record), py::arg("device"))
       .def("wait", torch::wrap_pybind_function_no_gil([](const StreamEvent& self) { return self.wait(); }))
+      .def("done", torch::wrap_pybind_function([](const StreamEvent& self) { return self.done(); }))
       .def_property_readonly("stream", &StreamEvent::stream);
 }
 

@@ -21,13 +21,12 @@ from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
 from voxmma.engine.inputs import MOST_ROWS, Input, Rows, check_frame, put
 from voxmma.engine.memory import WORKSPACE, Meter
-from voxmma.engine.program import Program, Ref, Step, places, reads
-from voxmma.engine.result import Result
+from voxmma.engine.program import CELLS, Program, Ref, Step, places, reads
+from voxmma.engine.result import Result, largest
 from voxmma.engine.survey import MARGIN
 from voxmma.sparse.geometry import Geometry
 
 _capturing = threading.Lock()  # one graph at a time
-_NOTHING = contextlib.nullcontext()
 
 
 @dataclass
@@ -41,10 +40,8 @@ class Instance:
     env: dict[int, Tensor]
     graphs: list[Any] = field(default_factory=list)
     """of the program's parts"""
-    coords: list[int] = field(default_factory=list)
-    """of the inputs, coordinates that a launch copies together with their number, which is two behind"""
     early: list[int] = field(default_factory=list)
-    """what else the program's first part reads"""
+    """of the inputs, what the program's first part reads"""
     late: list[int] = field(default_factory=list)
     """the others"""
     results: list[Tensor] = field(default_factory=list)
@@ -53,37 +50,35 @@ class Instance:
     """(reports, 4) int64"""
     limits: list[tuple[int, int]] = field(default_factory=list)
     """on a GPU: passes and units of 4 unique rows that each map's plan may have"""
+    most: list[int] = field(default_factory=list)
+    """largest numbers that the reports of a right frame have"""
     meter: Meter | None = None
     """of the last run that was looked at"""
     pool: int = 0
     """bytes that the graphs have reserved"""
-    stream: Any = None
-    """of the last frame"""
-    end: Any = None
-    """event behind the last frame"""
-    readers: list[Any] = field(default_factory=list)
-    """streams on which its results were read where they were, not copied"""
+    end: _C.StreamEvent | None = None
+    """behind the last frame"""
+    readers: dict[int, Any] = field(default_factory=dict)
+    """streams on which its results were read where they were, not copied, by their handles"""
     homes: set[int] = field(default_factory=set)
     """where the storages of its results begin"""
     streams: dict[int, Any] = field(default_factory=dict)
     """that frames ran on, as the allocator knows, by their handles"""
 
-    def enter(self, handle: int, held: Sequence[Tensor]) -> Any:
+    def enter(self, handle: int, held: Sequence[Tensor]) -> None:
         """Makes the current stream, of this handle, the one of the next frame, behind the last one and those
         who read its results. What it runs on, `held` included, is not given to others before it is done."""
-        stream = self.streams.get(handle)
-        if stream is None:
+        if handle not in self.streams:
             stream = self.streams[handle] = torch.cuda.current_stream()
             for tensor in (*self.inputs, *held):
                 tensor.record_stream(stream)
-        if self.stream is not None and self.stream is not stream:
-            stream.wait_event(self.end)
-        for other in self.readers:
-            if other != stream:
-                stream.wait_stream(other)
-        self.readers = []
-        self.stream = stream
-        return stream
+        if self.end is not None and self.end.stream != handle:
+            self.end.wait()
+        if self.readers:
+            for other, reader in self.readers.items():
+                if other != handle:
+                    self.streams[handle].wait_stream(reader)
+            self.readers = {}
 
 
 @contextlib.contextmanager
@@ -96,17 +91,6 @@ def _nothing_collected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies, in a launch for each dtype."""
-    made = [torch.empty_like(tensor) for tensor in tensors]
-    for dtype in {tensor.dtype for tensor in tensors}:
-        pairs = [(a, b) for a, b in zip(made, tensors, strict=True) if b.dtype == dtype]
-        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
-    return made
 
 
 class Engine:
@@ -140,10 +124,30 @@ class Engine:
         self.grow = grow
         self._needs = list(needs)
         self._roots = [number for number, level in enumerate(program.levels) if level.parent < 0]
+        sparse = [(given, place) for place, given in enumerate(inputs) if given.sparse]
+        self._sparse_places = [(self._roots[given.root], place) for given, place in sparse]
+        """level of each sparse input, and its place among all"""
+        grids = [given.spatial_shape for given, _ in sparse]
+        self._shapes = [
+            grids[level.path[0]] if level.parent < 0 or level.path[-1] == CELLS else level.path[-1].shape
+            for level in program.levels
+        ]
+        """spatial shapes of the levels"""
         self._flags = torchflags.snapshot()
         self._lock = threading.RLock()
-        self._places = list(dict.fromkeys(place for out in program.outputs for place in places(out)))
-        """what the results consist of, without repetition"""
+        parts = [[(place, out.level) for place in places(out)] for out in program.outputs]
+        self._places = list(dict.fromkeys(part for found in parts for part in found))
+        """what the results consist of, without repetition, and its level"""
+        self._outputs = [
+            (out, [self._places.index(part) for part in found])
+            for out, found in zip(program.outputs, parts, strict=True)
+        ]
+        """and which of that each of them is"""
+        told = {
+            r.number: ops.STATUS * at for at, r in enumerate(program.reports) if r.kind in ("index", "sites")
+        }
+        self._rows_at = [told[level] if level >= 0 else -1 for _, level in self._places]
+        """where among the numbers of the reports the rows of each are, -1: it has none"""
         self._begun = 0
         """number of the last frame that began"""
         self._lent: Sequence[Tensor] = ()
@@ -257,7 +261,9 @@ class Engine:
                     buffers[number] = buffer.new_zeros((len(buffer), wide))
             made = Instance(capacities, rooms, buffers, {})
             if self.device.type == "cuda":
-                self._order_inputs(made)
+                read = {number for step in self._program.parts()[0] for number in reads(step, Ref)}
+                for at, ref in enumerate(self._program.inputs):
+                    (made.early if ref.number in read else made.late).append(at)
                 made.limits = [
                     ops.plan_capacity(*rule, room)
                     for rule, room in zip(self._plan_rules(capacities), rooms, strict=True)
@@ -265,20 +271,8 @@ class Engine:
                 with torchflags.preserved():  # of whenever it grows
                     torchflags.restore(self._flags)
                     self._capture(made)
+        made.most = largest(self._program, made)
         return made
-
-    def _order_inputs(self, made: Instance) -> None:
-        """Says which inputs the first graph needs, and which of them are copied by one launch."""
-        begin = 0
-        for given in self._inputs:
-            if given.sparse and given.grid is None:
-                made.coords.append(begin)
-            begin += given.count
-        together = {at + more for at in made.coords for more in (0, 2)}
-        read = {number for step in self._program.parts()[0] for number in reads(step, Ref)}
-        for at, ref in enumerate(self._program.inputs):
-            if at not in together:
-                (made.early if ref.number in read else made.late).append(at)
 
     def _plan_rules(self, rows: Sequence[int]) -> list[tuple[Geometry, bool, int, int]]:
         """Geometry, direction and sides of every kernel map, where levels have so many rows."""
@@ -300,7 +294,7 @@ class Engine:
         for steps in self._program.parts():
             self._run(made, steps, meter)
         made.meter = meter or made.meter
-        made.results = [self._program.value(made.env, place) for place in self._places]
+        made.results = [self._program.value(made.env, place) for place, _ in self._places]
 
     def _capture(self, made: Instance) -> None:
         """The program's parts as CUDA graphs, after one run that loads what is loaded once."""
@@ -330,7 +324,7 @@ class Engine:
                     self._run(made, steps)
                 made.graphs.append(graph)
             made.pool = torch.cuda.memory_reserved() - before
-            made.results = [self._program.value(made.env, place) for place in self._places]
+            made.results = [self._program.value(made.env, place) for place, _ in self._places]
 
     # ---- a frame
 
@@ -357,9 +351,7 @@ class Engine:
         frame = check_frame(inputs, self._spec, self._inputs, self.device)
         with self._lock:
             rows = self._instance.capacities
-            wanted = {
-                root: len(leaf.where) for root, leaf in self._sparse(frame) if len(leaf.where) > rows[root]
-            }
+            wanted = {root: leaf.size for root, leaf in self._sparse(frame) if leaf.size > rows[root]}
             if wanted:
                 self._make_room(wanted, frame)
             return self._frame(frame, copy)
@@ -371,23 +363,18 @@ class Engine:
         for root, leaf in self._sparse(frame):
             if root in wanted:
                 raise ValueError(
-                    f"the frame has {len(leaf.where):,} {leaf.kind}, the engine's capacity is "
+                    f"the frame has {leaf.size:,} {leaf.kind}, the engine's capacity is "
                     f"{self._instance.capacities[root]:,}: compile it with more, or with grow=True"
                 )
 
     def _sparse(self, frame: list[Any]) -> list[tuple[int, Rows]]:
         """Level and leaf of each sparse input."""
-        return [
-            (self._roots[given.root], leaf)
-            for given, leaf in zip(self._inputs, frame, strict=True)
-            if given.sparse
-        ]
+        return [(level, frame[place]) for level, place in self._sparse_places]
 
     def _frame(self, frame: list[Any], copy: bool) -> Result:
         """Enqueues a frame that there is room for. Under the lock."""
-        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
-            run = self._replay if self.device.type == "cuda" else self._compute
-            result = run(self._instance, frame, copy)
+        run = self._replay if self.device.type == "cuda" else self._compute
+        result = run(self._instance, frame, copy)
         self.frames += 1
         return result
 
@@ -422,7 +409,9 @@ class Engine:
     def _results(self, made: Instance, copy: bool) -> list[Tensor]:
         """What the frame made, in copies or lent."""
         if copy:
-            return _copies(made.results)
+            return (
+                _C.copies(made.results) if self.device.type == "cuda" else [t.clone() for t in made.results]
+            )
         if not made.homes:
             made.homes = {tensor.untyped_storage().data_ptr() for tensor in made.results}
         self._lent, self._lent_at = made.results, made.homes
@@ -434,12 +423,11 @@ class Engine:
         """A frame on a CPU."""
         frame = self._apart(frame)
         number = self._begin()
-        for buffer, source in zip(made.inputs, self._sources(frame), strict=True):
-            put(buffer, source)
+        put(made.inputs, self._sources(frame))
         with torchflags.pinned("ieee"):
             self._run_all(made)
         assert made.status is not None
-        return Result(self, made, frame, number, self._results(made, copy), made.status)
+        return Result(self, made, frame, number, self._results(made, copy), made.status.flatten().tolist)
 
     def _sources(self, frame: list[Any]) -> list[Tensor | int]:
         """What the frame has for each buffer."""
@@ -455,31 +443,26 @@ class Engine:
                 return self._replay(made, frame, copy)
         if torch._C._cuda_isCurrentStreamCapturing():
             raise RuntimeError("an engine is CUDA graphs: it cannot be called while another one is captured")
-        stream = made.enter(torch._C._cuda_getCurrentRawStream(index), self._program.consts)
+        made.enter(torch._C._cuda_getCurrentRawStream(index), self._program.consts)
         frame = self._apart(frame)
         number = self._begin()
+        sources, buffers = self._sources(frame), made.inputs
+        first, *others = made.graphs
         assert made.status is not None
         try:
-            sources = self._sources(frame)
-            for at in made.coords:
-                where = sources[at]
-                assert isinstance(where, Tensor)
-                _C.put_coords(where, made.inputs[at], made.inputs[at + 2])
-            for at in made.early:
-                put(made.inputs[at], sources[at])
-            made.graphs[0].replay()
-            # Sets and maps are made: while the layers run, the host looks at what is told of these.
-            status = torch.empty(made.status.shape, dtype=torch.int64, device="cpu", pin_memory=True)
-            status.copy_(made.status, non_blocking=True)
-            for at in made.late:
-                put(made.inputs[at], sources[at])
-            told = stream.record_event()  # and of the frame nothing is read any more
-            for graph in made.graphs[1:]:
+            put([buffers[at] for at in made.early], [sources[at] for at in made.early])
+            first.replay()
+            # Sets and maps are made: while the layers run, the host looks at what is told of these. Nothing
+            # is read of the frame any more.
+            told = _C.Told.of(
+                made.status, [buffers[at] for at in made.late], [sources[at] for at in made.late]
+            )
+            for graph in others:
                 graph.replay()
             results = self._results(made, copy)
         finally:
-            made.end = stream.record_event()
-        return Result(self, made, frame, number, results, status, (stream, told, made.end))
+            made.end = _C.StreamEvent.record(index)
+        return Result(self, made, frame, number, results, told.numbers, made.end)
 
     # ---- growth
 

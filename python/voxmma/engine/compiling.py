@@ -204,8 +204,7 @@ def _inputs(
         box = bounds[one.root]
         level = recorder.level((one.root,), -1, box, capacity)
         buffers = one.buffers(recorder.levels[level].marker, where.device)
-        for buffer, source in zip(buffers, one.sources(rows), strict=True):
-            put(buffer, source)
+        put(buffers, one.sources(rows))
         inputs += [recorder.input(t) for t in buffers]
         coords, feats, count, *samples = buffers
         with recorder:

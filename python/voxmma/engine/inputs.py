@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from voxmma import _surroundings
+from voxmma._extension import _C
 from voxmma._types import Triple, as_tensor, positive
 from voxmma.engine import ops
 from voxmma.sparse import segments
@@ -93,17 +94,15 @@ class Grid:
 
 
 def is_input(value: Any) -> bool:
-    return isinstance(value, Voxels | Points)
+    return isinstance(value, (Voxels, Points))
 
 
 def _is_sparse(value: Any) -> bool:
     """Voxels, points, or a pair of tensors with coordinates first."""
-    if is_input(value):
-        return True
-    if type(value) is not tuple or len(value) != 2:
-        return False
-    first = value[0]
-    return not isinstance(first, Voxels | Points | tuple | list | dict) and getattr(first, "ndim", 0) == 2
+    if type(value) is not tuple:
+        return is_input(value)
+    first = value[0] if len(value) == 2 else None
+    return not isinstance(first, (Voxels, Points, tuple, list, dict)) and getattr(first, "ndim", 0) == 2
 
 
 @dataclass(frozen=True)
@@ -148,22 +147,26 @@ class Input:
         """What a frame's part, as `check_frame` gives it, has for each buffer; see `put`."""
         if not self.sparse:
             return [frame]
-        made = [frame.where, frame.feats, len(frame.where)]
+        made = [frame.where, frame.feats, frame.size]
         return made if self.count == 3 else [*made, 0 if frame.batch is None else frame.batch]
 
 
-def put(buffer: Tensor, source: Tensor | int) -> None:
-    """Copies what `Input.sources` has for a buffer into its first rows and columns, or fills it."""
-    if isinstance(source, int):
-        buffer.fill_(source)
+def put(buffers: Sequence[Tensor], sources: Sequence[Tensor | int]) -> None:
+    """Copies what `Input.sources` has for each buffer into its first rows and columns, or fills it."""
+    if buffers and buffers[0].is_cuda:
+        _C.put(buffers, sources)
         return
-    if source.dtype == torch.int64 and buffer.dtype == torch.int32:  # what is too large stays out of bounds
-        source = source.clamp(-(1 << 30), 1 << 30)
-    if buffer.shape != source.shape:
-        buffer = buffer[: len(source)]
+    for buffer, source in zip(buffers, sources, strict=True):
+        if isinstance(source, int):
+            buffer.fill_(source)
+            continue
+        if source.dtype == torch.int64 and buffer.dtype == torch.int32:  # what is too large is out of bounds
+            source = source.clamp(-(1 << 30), 1 << 30)
         if buffer.shape != source.shape:
-            buffer = buffer[:, : source.shape[1]]
-    buffer.copy_(source)
+            buffer = buffer[: len(source)]
+            if buffer.shape != source.shape:
+                buffer = buffer[:, : source.shape[1]]
+        buffer.copy_(source)
 
 
 class Rows(NamedTuple):
@@ -175,6 +178,10 @@ class Rows(NamedTuple):
     batch_size: int
     coord_set: CoordSet | None = None
     batch: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        return self.where.shape[0]
 
     @property
     def kind(self) -> str:
@@ -314,12 +321,13 @@ def _check_rows(what: str, made: Rows, given: Input, device: torch.device) -> No
     _same("feats", feats, given.dtype, device)
     if where.device != device:
         raise ValueError(f"{what} is on {where.device}, the engine on {device}")
-    if feats.dim() != 2 or feats.shape[0] != where.shape[0]:
-        raise ValueError(f"feats must be ({where.shape[0]}, C), got shape {tuple(feats.shape)}")
-    if feats.shape[1] != given.shape[0]:
-        raise ValueError(f"feats has {feats.shape[1]} channels, the engine takes {given.shape[0]}")
-    if len(where) > MOST_ROWS:
-        raise ValueError(f"{what} has {len(where):,} rows, an engine takes {MOST_ROWS:,} at most")
+    rows, shape = made.size, feats.shape
+    if len(shape) != 2 or shape[0] != rows:
+        raise ValueError(f"feats must be ({rows}, C), got shape {tuple(shape)}")
+    if shape[1] != given.shape[0]:
+        raise ValueError(f"feats has {shape[1]} channels, the engine takes {given.shape[0]}")
+    if rows > MOST_ROWS:
+        raise ValueError(f"{what} has {rows:,} rows, an engine takes {MOST_ROWS:,} at most")
 
 
 def _same(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:

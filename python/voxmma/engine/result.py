@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from operator import le
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from voxmma import _surroundings
 from voxmma._dynamo import eager
+from voxmma._extension import _C
 from voxmma.engine import ops
 from voxmma.engine.errors import EngineError
-from voxmma.engine.program import CELLS, TensorOut, VoxelsOut
+from voxmma.engine.program import Program, TensorOut, VoxelsOut
 from voxmma.engine.survey import MARGIN
 from voxmma.sparse.coords import CoordSet
 from voxmma.sparse.sized import LONGEST
@@ -22,6 +24,30 @@ from voxmma.sparse.tensor import Voxels
 
 if TYPE_CHECKING:
     from voxmma.engine.compiled import Engine, Instance
+
+_NOTHING = contextlib.nullcontext()
+_ANY = (1 << 63) - 1
+
+
+def largest(program: Program, made: Instance) -> list[int]:
+    """The numbers of the reports that a right frame has, at most: of each report four."""
+    found = []
+    for report in program.reports:
+        number, most = report.number, [_ANY] * ops.STATUS
+        if report.kind == "index":
+            if program.levels[number].parent < 0:  # voxels of points are as they should be
+                most[1:3] = -1, -1
+        elif report.kind == "voxels":
+            most[:3] = made.capacities[number], -1, LONGEST if made.inputs[0].is_cuda else _ANY
+        elif report.kind == "sites":
+            most[:2] = made.capacities[number], 0
+        elif report.kind == "map":
+            if made.limits:
+                most[:2] = made.limits[number][::-1]
+        else:  # the first row that is wrong
+            most[0] = -1
+        found += most
+    return found
 
 
 class Result:
@@ -47,12 +73,12 @@ class Result:
         frame: list[Any],
         number: int,
         tensors: list[Tensor],
-        status: Tensor,
-        device: tuple[Any, Any, Any] | None = None,
+        told: Callable[[], list[int]],
+        end: _C.StreamEvent | None = None,
     ) -> None:
-        """number: of the frame. device: on a GPU its stream, and events behind its status and its end."""
+        """number: of the frame. told: waits for the numbers of its reports. end: on a GPU, behind it."""
         self._engine, self._made, self._frame, self._number = engine, made, frame, number
-        self._tensors, self._status, self._device = tensors, status, device
+        self._tensors, self._told, self._end = tensors, told, end
         self._lent = tensors is made.results
         self._value: Any = None
         self._done = False
@@ -62,7 +88,7 @@ class Result:
     @property
     def ready(self) -> bool:
         """Whether the device has finished the frame; does not wait."""
-        return self._device is None or bool(self._device[2].query())
+        return self._end is None or self._end.done()
 
     @eager
     def get(self) -> Any:
@@ -75,6 +101,7 @@ class Result:
                     self._error = error
                 self._done = True
                 self._tensors = self._frame = []
+                del self._told
             if self._error is not None:
                 raise self._error
             with self._still():
@@ -84,7 +111,7 @@ class Result:
 
     def _still(self) -> contextlib.AbstractContextManager[Any]:
         """Within, no other frame begins where this one's result is no copy."""
-        return self._engine._lock if self._lent else contextlib.nullcontext()
+        return self._engine._lock if self._lent else _NOTHING
 
     def _check_there(self) -> None:
         if self._lent and self._engine._begun != self._number:
@@ -95,15 +122,14 @@ class Result:
 
     def _enter(self) -> None:
         """Makes the current stream one that may read the result."""
-        if self._device is None:
+        if self._end is None:
             return
-        stream, _, end = self._device
-        current = stream
-        if torch._C._cuda_getCurrentRawStream(stream.device.index) != stream.cuda_stream:
-            current = torch.cuda.current_stream(stream.device)
-            current.wait_event(end)
-        if self._lent and current not in self._made.readers:
-            self._made.readers.append(current)
+        device, readers = self._engine.device, self._made.readers
+        current = torch._C._cuda_getCurrentRawStream(device.index)
+        if current != self._end.stream:
+            self._end.wait()
+        if self._lent and current not in readers:
+            readers[current] = torch.cuda.current_stream(device)
 
     @property
     def voxels(self) -> Voxels:
@@ -128,60 +154,52 @@ class Result:
     def _read(self) -> Any:
         engine = self._engine
         while True:
-            if self._device is not None:
-                self._device[1].synchronize()
+            told = self._told()
             with self._still():
                 self._check_there()
-                grown, rooms = self._judge()
+                grown, rooms = self._judge(told)
                 if not grown and not rooms:
-                    return self._build()
+                    return self._build(told)
                 with engine._lock:
                     engine._grow(grown, rooms)
                     again = engine._frame(self._frame, not self._lent)
             self._made, self._number, self._tensors = again._made, again._number, again._tensors
-            self._status, self._device = again._status, again._device
+            self._told, self._end = again._told, again._end
 
-    def _judge(self) -> tuple[dict[int, int], dict[int, float]]:
+    def _judge(self, told: list[int]) -> tuple[dict[int, int], dict[int, float]]:
         """What has to grow; raises what growing does not help, or may not."""
         engine, made = self._engine, self._made
         program = engine._program
         grown: dict[int, int] = {}
         rooms: dict[int, float] = {}
-        rows: dict[int, int] = {}
-        for report, values in zip(program.reports, self._status.tolist(), strict=True):
-            number = report.number
+        if all(map(le, told, made.most)):
+            return grown, rooms
+        for at, report in enumerate(program.reports):
+            here = slice(ops.STATUS * at, ops.STATUS * (at + 1))
+            number, values, most = report.number, told[here], made.most[here]
+            if all(map(le, values, most)):
+                continue
             if report.kind == "index":
-                rows[number] = values[0]
-                if program.levels[number].parent < 0:  # voxels of points are as they should be
-                    self._judge_input(number, values)
-            elif report.kind == "voxels":
-                self._judge_points(number, values)
-                if values[0] > made.capacities[number]:
-                    grown[number] = values[0]
-                    break
-            elif report.kind == "finite" and values[0] >= 0:
-                raise ValueError(f"feats row {values[0]} of input {number} is not finite")
-            elif report.kind == "sites":
+                self._refuse_coords(number, values)
+            elif report.kind == "voxels" and (values[1] > most[1] or values[2] > most[2]):
+                self._refuse_points(number, values)
+            elif report.kind == "sites" and values[1]:
                 level = program.levels[number]
-                if values[1]:
-                    raise EngineError(
-                        f"level {number} ({level}) has voxels outside of its bounds {level.bounds}"
-                    )
-                if values[0] > made.capacities[number]:
-                    grown[number] = values[0]
-                    break  # nothing behind it is right
-                rows[number] = values[0]
+                raise EngineError(f"level {number} ({level}) has voxels outside of its bounds {level.bounds}")
+            elif report.kind in ("voxels", "sites"):
+                grown[number] = values[0]
+                break  # nothing behind it is right
             elif report.kind == "map":
-                factor = self._lacking(number, values)
-                if factor:
-                    rooms[number] = factor
-            elif report.kind == "points" and values[0] >= 0:
+                rule = engine._plan_rules(made.capacities)[number]
+                rooms[number] = MARGIN * ops.plan_room(*rule, values[1], values[0])
+            elif report.kind == "finite":
+                raise ValueError(f"feats row {values[0]} of input {number} is not finite")
+            elif report.kind == "points":
                 raise ValueError(f"points row {values[0]} is not finite, or of a sample that is not there")
-            elif report.kind == "dense" and values[0] >= 0:
+            else:
                 raise ValueError(
                     f"a voxel of level {number} (row {values[0]}) lies outside of the dense grid"
                 )
-        self._rows = rows
         if not engine.grow:
             for number, need in grown.items():
                 raise EngineError(
@@ -198,78 +216,49 @@ class Result:
                 )
         return grown, rooms
 
-    def _lacking(self, number: int, values: list[int]) -> float:
-        """Room that a plan needs, 0 where it has it."""
-        limits = self._made.limits
-        if not limits or (values[0] <= limits[number][1] and values[1] <= limits[number][0]):
-            return 0.0
-        rule = self._engine._plan_rules(self._made.capacities)[number]
-        return MARGIN * ops.plan_room(*rule, values[1], values[0])
-
-    def _judge_input(self, level: int, values: list[int]) -> None:
+    def _refuse_coords(self, level: int, values: list[int]) -> NoReturn:
         engine = self._engine
         coords = dict(engine._sparse(self._frame))[level].where
         bounds = engine._program.levels[level].bounds
-        if values[1] >= 0:
-            row = values[1]
-            found = tuple(coords[row].tolist())
-            if not bounds[0] <= found[0] <= bounds[4]:
-                why = f"the batch index must be in 0..{bounds[4]}, the engine has {bounds[4] + 1} samples"
-            else:
-                why = f"the engine's bounds are {bounds[1:4]} to {bounds[5:]}"
-            raise ValueError(f"coords row {row} is {found}: {why}")
-        if values[2] >= 0:
+        if values[1] < 0:
             row, twin = values[2] >> 32, values[2] & 0xFFFFFFFF
             raise ValueError(f"coords rows {twin} and {row} are the same voxel {tuple(coords[row].tolist())}")
+        row = values[1]
+        found = tuple(coords[row].tolist())
+        if not bounds[0] <= found[0] <= bounds[4]:
+            why = f"the batch index must be in 0..{bounds[4]}, the engine has {bounds[4] + 1} samples"
+        else:
+            why = f"the engine's bounds are {bounds[1:4]} to {bounds[5:]}"
+        raise ValueError(f"coords row {row} is {found}: {why}")
 
-    def _judge_points(self, level: int, values: list[int]) -> None:
-        made = self._engine._program.levels[level]
-        points = dict(self._engine._sparse(self._frame))[made.parent]
-        if values[1] >= 0:
-            row = values[1]
-            sample = "" if points.batch is None else f" of sample {int(points.batch[row])}"
-            raise ValueError(
-                f"points row {row}{sample}, {tuple(points.where[row].tolist())}, is not finite or lies in a "
-                f"cell outside of the engine's bounds, {made.bounds}"
-            )
-        if values[2] > LONGEST and points.where.is_cuda:
+    def _refuse_points(self, level: int, values: list[int]) -> NoReturn:
+        if values[1] < 0:
             raise ValueError(f"a voxel has {values[2]:,} points, an engine adds up to {LONGEST:,}")
+        made, row = self._engine._program.levels[level], values[1]
+        points = dict(self._engine._sparse(self._frame))[made.parent]
+        sample = "" if points.batch is None else f" of sample {int(points.batch[row])}"
+        raise ValueError(
+            f"points row {row}{sample}, {tuple(points.where[row].tolist())}, is not finite or lies in a "
+            f"cell outside of the engine's bounds, {made.bounds}"
+        )
 
-    @_surroundings.undisturbed()
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _build(self) -> Any:
-        self._enter()
+    def _build(self, told: list[int]) -> Any:
         engine, program = self._engine, self._engine._program
         given = engine._sparse(self._frame)
-        batches = [leaf.batch_size for _, leaf in given]
-        grids = [one.spatial_shape for one in engine._inputs if one.sparse]
-        event = None  # one for all sets
-        sets: dict[int, CoordSet] = {
-            root: leaf.coord_set for root, leaf in given if leaf.coord_set is not None
-        }
-        tensors = dict(zip(engine._places, self._tensors, strict=True))
+        values = _C.first_rows(self._tensors, [told[at] if at >= 0 else -1 for at in engine._rows_at])
+        sets = {root: leaf.coord_set for root, leaf in given if leaf.coord_set is not None}
         leaves: list[Any] = []
-        for out in program.outputs:
+        for out, parts in engine._outputs:
             if isinstance(out, VoxelsOut):
-                rows = self._rows[out.level]
-                if out.level not in sets:
+                coords, feats = values[parts[0]], values[parts[1]]
+                coord_set = sets.get(out.level)
+                if coord_set is None:
                     level = program.levels[out.level]
-                    sets[out.level] = CoordSet.trusted(
-                        tensors[out.coords].narrow(0, 0, rows).contiguous(),
-                        batches[level.path[0]],
-                        level.bounds,
-                        grids[level.path[0]]
-                        if level.parent < 0 or level.path[-1] == CELLS
-                        else level.path[-1].shape,
-                        beside=event,
+                    samples = given[level.path[0]][1].batch_size
+                    coord_set = sets[out.level] = CoordSet.trusted(
+                        coords, samples, level.bounds, engine._shapes[out.level], event=self._end
                     )
-                    event = event or sets[out.level]._made
-                feats = tensors[out.feats].narrow(0, 0, rows)
-                leaves.append(Voxels._make(sets[out.level], feats, out.stride, out.record))
-            elif isinstance(out, TensorOut):
-                value = tensors[out.value]
-                leaves.append(value if out.level < 0 else value.narrow(0, 0, self._rows[out.level]))
+                leaves.append(Voxels._make(coord_set, feats, out.stride, out.record))
             else:
-                leaves.append(out)
+                leaves.append(values[parts[0]] if isinstance(out, TensorOut) else out)
         return pytree.tree_unflatten(leaves, program.spec)

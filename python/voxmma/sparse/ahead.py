@@ -253,7 +253,7 @@ def _keep_set(source: CoordSet, made: SizedSet, place: Place, number: int, done:
     key = place.site.key
     coords = made.coords[:number]
     first, second = made.index
-    out = CoordSet.trusted(coords, source.batch_size, made.bounds, key.shape, beside=done)
+    out = CoordSet.trusted(coords, source.batch_size, made.bounds, key.shape, event=done.event)
     if coords.is_cuda:
         out._set_hashed(first[:number], second)
     else:
@@ -284,7 +284,7 @@ def _keep_map(
         tensors = _C.cut_plan(tensors, n_in, n_out, passes, units)
     else:
         tensors = [*tensors, size_tensor(inputs._coords, outputs._coords)]
-    direction = Direction(tensors, pairs, beside=done)
+    direction = Direction(tensors, pairs, event=done.event)
     direction.wanted = wanted
     fine, coarse = (outputs, inputs) if wanted.reverse else (inputs, outputs)
     core = core_between(fine, coarse, wanted.geometry, wanted.flipped)

@@ -31,13 +31,15 @@ class Made:
     RuntimeError when made while a CUDA graph is captured: it would exist only after a replay.
     """
 
-    __slots__ = ("_event", "_index", "_streams", "_version", "_versioned", "tensors", "what")
+    __slots__ = ("_index", "_streams", "_version", "_versioned", "event", "tensors", "what")
 
-    def __init__(self, tensors: Iterable[torch.Tensor], what: str, beside: Made | None = None) -> None:
-        """`beside`: recorded behind the making of these tensors, too, on the same stream; saves an event."""
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], what: str, event: _C.StreamEvent | None = None
+    ) -> None:
+        """`event`: of the stream that the tensors were made on, behind that. Default: one is recorded now."""
         self.tensors = tuple(tensors)
         self.what = what
-        self._event: _C.StreamEvent | None = None
+        self.event: _C.StreamEvent | None = None
         self._versioned: tuple[torch.Tensor, ...] = ()  # of a traced program: none
         self._version = 0
         if torch.compiler.is_compiling():
@@ -49,10 +51,10 @@ class Made:
         first = self.tensors[0]  # a tree_map may put other things where the tensors were
         if _raw_stream is not None and isinstance(first, torch.Tensor) and first.is_cuda:
             self._index = first.device.index
-            self._event = _C.StreamEvent.record(self._index) if beside is None else beside._event
-            if self._event is None:
+            self.event = _C.StreamEvent.record(self._index) if event is None else event
+            if self.event is None:
                 raise _captured(what)
-            self._streams = {self._event.stream}
+            self._streams = {self.event.stream}
 
     def get(self) -> tuple[torch.Tensor, ...]:
         """The tensors, for the current stream. RuntimeError when they have been written to."""
@@ -62,7 +64,7 @@ class Made:
         """`get()` where nothing is compiled."""
         if _C.write_count(self._versioned) != self._version:
             self.check()
-        if self._event is not None:
+        if self.event is not None:
             self.use()
         return self.tensors
 
@@ -81,8 +83,8 @@ class Made:
     def use(self) -> None:
         """Makes the device's current stream one that may read the tensors."""
         # A stream that has waited, the maker's above all, costs one look into a set.
-        if self._event is not None and _raw_stream(self._index) not in self._streams:  # type: ignore[misc]
-            self._join(self._event)
+        if self.event is not None and _raw_stream(self._index) not in self._streams:  # type: ignore[misc]
+            self._join(self.event)
 
     def _join(self, event: _C.StreamEvent) -> None:
         if not event.wait():

@@ -207,15 +207,15 @@ class CoordSet(Indexed):
         bounds: Bounds | None = None,
         spatial_shape: Triple | None = None,
         repeats: bool = False,
-        beside: Made | None = None,
+        event: _C.StreamEvent | None = None,
     ) -> CoordSet:
         """A set of (N, 4) contiguous int32 `coords` known to be valid: nothing is checked or copied.
 
         `bounds`, where they are known, save work when the set is indexed on a GPU. `repeats`: rows may come
-        twice; that is looked for, and waits for a GPU. `beside`: as of `Made`.
+        twice; that is looked for, and waits for a GPU. `event`: as of `Made`.
         """
         made = cls.__new__(cls)
-        made._start(_made(coords, beside), batch_size, spatial_shape=spatial_shape)
+        made._start(_made(coords, event), batch_size, spatial_shape=spatial_shape)
         made._index.bounds = bounds
         if repeats and isinstance(coords, torch.Tensor):
             made._split()

@@ -16,6 +16,7 @@ from voxmma.sparse.coords import _KEPT, CoordSet
 from voxmma.sparse.geometry import Geometry
 
 if TYPE_CHECKING:
+    from voxmma._extension import _C
     from voxmma.sparse.ahead import Wanted
 
 
@@ -31,11 +32,11 @@ class Direction:
         tensors: list[torch.Tensor],
         num_pairs: int | None,
         stats: torch.Tensor | None = None,
-        beside: Made | None = None,
+        event: _C.StreamEvent | None = None,
     ) -> None:
         self.tensors = tensors
         kept = tensors if stats is None else [*tensors, stats]
-        self.made = Made(kept, "the tensors of a kernel map", beside)
+        self.made = Made(kept, "the tensors of a kernel map", event)
         self.counts: Made | None = None
         """KernelMap.counts, once asked for"""
         self.wanted: Wanted | None = None

@@ -220,7 +220,7 @@ def _make_cuda(source: CoordSet, key: Derived, limit: int) -> CoordSet:
     if count > limit:
         raise _too_many(count, limit, source.num)
     index, kept = _Index(), Made((coords,), _COORDS)
-    index.hashed, index.bounds = Made((order, hash_blocks), _HASHED, kept), bounds
+    index.hashed, index.bounds = Made((order, hash_blocks), _HASHED, kept.event), bounds
     return CoordSet._of_parts(kept, source.batch_size, index, key.shape)
 
 

@@ -172,15 +172,15 @@ class Indexed:
 
     def _set_hashed(self, order: torch.Tensor, hash_blocks: torch.Tensor) -> None:
         """Takes an index that was made on this stream before the set."""
-        self._index.hashed = Made((order, hash_blocks), _HASHED, self._made)
+        self._index.hashed = Made((order, hash_blocks), _HASHED, self._made.event)
 
 
-def _made(coords: torch.Tensor, beside: Made | None = None) -> Made:
+def _made(coords: torch.Tensor, event: _C.StreamEvent | None = None) -> Made:
     """Coordinates as a set keeps them: tensors whose writes are counted, and which a backward can keep."""
     if not torch.compiler.is_compiling() and isinstance(coords, torch.Tensor) and coords.is_inference():
         with torch.inference_mode(False):
             coords = coords.clone()
-    return Made((coords,), _COORDS, beside)
+    return Made((coords,), _COORDS, event)
 
 
 def kernels_take(tensor: torch.Tensor) -> bool:

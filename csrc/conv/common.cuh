@@ -127,11 +127,11 @@ inline size_t no_workspace(const ConvArgs&) { return 0; }
 
 // Parts of a kernel whose CTAs leave their sums in memory, [parts][n_out][groups * c_out], for reduce_parts. A step takes
 // about half a microsecond; adding up a launch and the time of its bytes.
-inline Parts share_items(const ConvArgs& args, int64_t items, int chunks, int ctas_an_sm, int dtype_bytes) {
+inline Parts share_items(const ConvArgs& args, int64_t items, int chunks, int ctas_an_sm, int dtype_bytes, int volume) {
   constexpr int64_t kLaunch = 4, kBytes = 1'000'000;  // steps, and bytes written and read in one
   const int64_t bytes = args.plan.n_out * args.groups * args.c_out * dtype_bytes;
   return share_items(
-      items, chunks, args.plan.kernel_volume, args.sm_count,
+      items, chunks, volume, args.sm_count,
       [&](int parts) { return std::max<int64_t>(1, int64_t{ctas_an_sm} * args.sm_count / parts); },
       [&](int parts) { return kLaunch + parts * bytes / kBytes; });
 }

@@ -12,9 +12,7 @@
 // A fragment of 16 output rows is read by ldmatrix with one address per row, so the second gather costs nothing.
 #pragma once
 
-#include "common.cuh"
-#include "mma_sm80.cuh"
-#include "nonfinite.cuh"
+#include "fprop_sm80_narrow.cuh"
 
 namespace voxmma {
 
@@ -263,53 +261,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   cp_async_wait<0>();
   const uint32_t flags = load_flags(args.raw);  // arrive while rows are stored
 
-  // Epilogue, one rounding, rows to their places in the caller's order.
   const int channel0 = nb * C::BN + wn * C::kFragsN * 8;  // first channel of the warp, inside the group
-  const int cols = args.c_out - channel0;                 // channels that exist from there, may be <= 0
-#pragma unroll
-  for (int i = 0; i < C::kFragsM; ++i) {
-#pragma unroll
-    for (int n = 0; n < C::kFragsN; ++n) acc[i][n].promote();  // what is left of an fp16 chunk
-  }
-  const auto out_row = [&](int i, int half) {
-    const int tile_row = (wm + i * C::kWarpsM) * kFragRows + half * 8 + lane / 4;
-    return __ldg(plan.order + static_cast<int64_t>(tile) * kTileM + tile_row);
-  };
-  const int64_t first = static_cast<int64_t>(group) * args.c_out + channel0;  // the same over all groups
-  if (has_epilogue(args)) {
-    constexpr int kPer =
-        C::kFragsN / 4;  // groups of four n8 fragments; group of a warp: ((i * 2) + half) * kPer + n / 4
-    finish_rows<T, C::kFragsM * 2 * kPer>(
-        args, vec, [&](int g, int j) { return acc[g / kPer / 2][g % kPer * 4 + j].row(g / kPer % 2); },
-        [&](int g) {
-          return RowPart{out_row(g / kPer / 2, g / kPer % 2), first + g % kPer * 32, cols - g % kPer * 32};
-        });
-  } else {
-    float2 bias[C::kFragsN];
-#pragma unroll
-    for (int n = 0; n < C::kFragsN; ++n) {
-      const int col = 8 * n + 2 * (lane & 3);
-      const float* from = static_cast<const float*>(args.bias) + first + col;
-      bias[n].x = args.bias && col < cols ? __ldg(from) : 0.0f;
-      bias[n].y = args.bias && col + 1 < cols ? __ldg(from + 1) : 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < C::kFragsM; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = out_row(i, half);
-        const int64_t at = (part * plan.n_out + row) * args.ldo + first;
-        const auto get = [&](int n) {
-          const float2 v = acc[i][n].row(half);
-          return make_float2(v.x + bias[n].x, v.y + bias[n].y);
-        };
-        if (args.out_dtype == DType::f32)
-          store_row<float, C::kFragsN>(row < 0 ? nullptr : static_cast<float*>(args.out) + at, cols, vec, get);
-        else
-          store_row<T, C::kFragsN>(row < 0 ? nullptr : static_cast<T*>(args.out) + at, cols, vec, get);
-      }
-    }
-  }
+  store_sums<C::In>(args, vec, part, tile, group, channel0, acc,
+                    [&](int i) { return (wm + i * C::kWarpsM) * kFragRows; });
   if (part == 0 && any_nonfinite(flags)) {
 #pragma unroll 1
     for (int i = 0; i < C::kFragsM; ++i)
@@ -318,14 +272,24 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks)
   }
 }
 
+// Input channels of a group up to which launches of C are those of FpropNarrow; 0: none is.
+template <class C>
+inline constexpr int kNarrow = dtype_bytes(C::In) == 2 && C::Promote <= C::CK ? 8 : 0;
+
 template <class C>
 Parts fprop_sm80_parts(const ConvArgs& args) {
+  if constexpr (kNarrow<C> != 0) {
+    if (args.c_in <= kNarrow<C>) return fprop_narrow_parts<FpropNarrow<C::In, C::Acc>>(args);
+  }
   return share_items(args, ceil_div(args.c_out, C::BN) * args.groups * args.plan.tiles,
-                     static_cast<int>(ceil_div(args.c_in, C::CK)), C::kMinBlocks, 4);
+                     static_cast<int>(ceil_div(args.c_in, C::CK)), C::kMinBlocks, 4, args.plan.kernel_volume);
 }
 
 template <class C>
 cudaError_t launch_fprop_sm80(const ConvArgs& given, cudaStream_t stream) {
+  if constexpr (kNarrow<C> != 0) {
+    if (given.c_in <= kNarrow<C>) return launch_fprop_narrow<FpropNarrow<C::In, C::Acc>>(given, C::BN, stream);
+  }
   const Parts parts = fprop_sm80_parts<C>(given);
   const ConvArgs args = parts_args(given, parts, DType::f32);
   const int n_blocks = static_cast<int>(ceil_div(args.c_out, C::BN));
@@ -343,7 +307,9 @@ KernelEntry fprop_sm80_entry(const char* name) {
            C::kSmem},
           [](const ConvArgs& args) { return parts_workspace(args, fprop_sm80_parts<C>(args), 4); },
           launch_fprop_sm80<C>,
-          [](const ConvArgs& args) { return fprop_sm80_parts<C>(args).count(); }};
+          [](const ConvArgs& args) { return fprop_sm80_parts<C>(args).count(); },
+          nullptr,
+          kNarrow<C>};
 }
 
 }  // namespace voxmma

@@ -1,4 +1,5 @@
-// CuTe's m16n8 atoms (k16 for 16-bit inputs, k8 for tf32): operands, and the accumulator registers of one m16n8 block.
+// CuTe's m16n8 atoms (k16 and, for rows of 8 channels, k8 for 16-bit inputs, k8 for tf32): operands, and the accumulator
+// registers of one m16n8 block.
 #pragma once
 
 #include <cute/arch/mma_sm80.hpp>
@@ -12,11 +13,13 @@ struct MmaF32;
 template <>
 struct MmaF32<DType::f16> {
   using Atom = cute::SM80_16x8x16_F32F16F16F32_TN;
+  using HalfAtom = cute::SM80_16x8x8_F32F16F16F32_TN;
   static constexpr const char* kName = "SM80_16x8x16_F32F16F16F32_TN";
 };
 template <>
 struct MmaF32<DType::bf16> {
   using Atom = cute::SM80_16x8x16_F32BF16BF16F32_TN;
+  using HalfAtom = cute::SM80_16x8x8_F32BF16BF16F32_TN;
   static constexpr const char* kName = "SM80_16x8x16_F32BF16BF16F32_TN";
 };
 template <>
@@ -25,6 +28,7 @@ struct MmaF32<DType::f32> {
   static constexpr const char* kName = "SM80_16x8x8_F32TF32TF32F32_TN";
 };
 using MmaF16 = cute::SM80_16x8x16_F16F16F16F16_TN;
+using HalfMmaF16 = cute::SM80_16x8x8_F16F16F16F16_TN;
 
 // fp32 bits rounded to tf32 (8 exponent and 10 fraction bits), to nearest, ties away from zero; NaN and inf stay.
 __device__ __forceinline__ uint32_t round_tf32(uint32_t bits) {
@@ -70,6 +74,10 @@ struct Accumulator<In, Accum::f32, false> {
   __device__ __forceinline__ void mma(const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     MmaF32<In>::Atom::fma(v[0], v[1], v[2], v[3], a[0], a[1], a[2], a[3], b0, b1, v[0], v[1], v[2], v[3]);
   }
+  // Half as many products: what mma() gives where those of a[2], a[3] and b1 are zeros.
+  __device__ __forceinline__ void mma_half(uint32_t a0, uint32_t a1, uint32_t b0) {
+    MmaF32<In>::HalfAtom::fma(v[0], v[1], v[2], v[3], a0, a1, b0, v[0], v[1], v[2], v[3]);
+  }
   __device__ __forceinline__ void promote() {}
   __device__ __forceinline__ float2 row(int half) const { return make_float2(v[2 * half], v[2 * half + 1]); }
 };
@@ -91,6 +99,9 @@ struct Accumulator<DType::f16, Accum::f16, false> {
   __device__ __forceinline__ void mma(const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     MmaF16::fma(v[0], v[1], a[0], a[1], a[2], a[3], b0, b1, v[0], v[1]);
   }
+  __device__ __forceinline__ void mma_half(uint32_t a0, uint32_t a1, uint32_t b0) {
+    HalfMmaF16::fma(v[0], v[1], a0, a1, b0, v[0], v[1]);
+  }
   __device__ __forceinline__ void promote() {}
   __device__ __forceinline__ float2 row(int half) const { return unpack_half2(v[half]); }
 };
@@ -103,6 +114,9 @@ struct Accumulator<DType::f16, Accum::f16_promoted, false> {
   float v[4] = {0, 0, 0, 0};
   __device__ __forceinline__ void mma(const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     MmaF16::fma(part[0], part[1], a[0], a[1], a[2], a[3], b0, b1, part[0], part[1]);
+  }
+  __device__ __forceinline__ void mma_half(uint32_t a0, uint32_t a1, uint32_t b0) {
+    HalfMmaF16::fma(part[0], part[1], a0, a1, b0, part[0], part[1]);
   }
   __device__ __forceinline__ void promote() {
 #pragma unroll

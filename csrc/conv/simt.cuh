@@ -219,7 +219,8 @@ template <class C>
 Parts simt_fprop_parts(const ConvArgs& args) {
   if (C::narrow(args)) return {};
   const int64_t items = args.plan.tiles * (kTileM / C::kRows) * args.groups * ceil_div(args.c_out, C::kCols);
-  return share_items(args, items, static_cast<int>(ceil_div(args.c_in, C::kDepth)), 2, dtype_bytes(C::Acc));
+  return share_items(args, items, static_cast<int>(ceil_div(args.c_in, C::kDepth)), 2, dtype_bytes(C::Acc),
+                     args.plan.kernel_volume);
 }
 
 template <class C>

@@ -239,6 +239,18 @@ struct RowIds {
     }
   }
 
+  // gather() of rows of one piece: a lane copies its own.
+  template <class Unit>
+  __device__ void gather_pieces(uint32_t smem, const char* src, int count, int warp, int lane, Unit unit) const {
+#pragma unroll
+    for (int i = 0; i < kRegs; ++i) {
+      const int base = 32 * (Warps * i + warp);
+      if (base >= count) break;
+      const bool ok = at[i] != kNone;
+      cp_async16(smem + (base + lane) * 16, src + uint64_t(ok ? at[i] : 0) * uint32_t(unit), ok ? 16 : 0);
+    }
+  }
+
   // Copies RowBytes of rows First .. First + Rows - 1 into a swizzled shared buffer, 16 bytes a lane. Rows without id
   // (and those that fill up the last 32 of `count`) and pieces from `valid` on are written as zeros. 32 rows without
   // such take the short way: its instructions, not the memory, are what a gather waits for.

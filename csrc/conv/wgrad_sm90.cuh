@@ -5,7 +5,8 @@
 //
 // A CTA owns a block of CK input channels x BN output channels for `slots` kernel offsets of one group, over a
 // share of the schedule (a split). Its two consumer warpgroups hold J accumulators of 64 x BN each; a
-// CK = 32 accumulator stacks two offsets (rows 0-31 and 32-63). Partial sums go to workspace[split][K][G][Ci][Co]
+// CK = 32 accumulator stacks two offsets (rows 0-31 and 32-63), a CK = 8 one, for up to 8 input channels, eight of them
+// (H200, lidar_dense, 5x5x5, 6 -> 32 channels: 42 us; by CK = 32, 176 us). Partial sums go to workspace[split][K][G][Ci][Co]
 // and are added by reduce_splits in a fixed order: no atomics, bitwise repeatable. The sums of a single split are dW.
 //
 //   row ring   unique input rows of a pass, CK channels; local indices of the CTA's offsets, fragment masks
@@ -17,6 +18,7 @@
 // memory, it took 0.66 ms, in stages of a quarter of a tile; without the cluster those took 0.65.
 // Registers: 384 threads x 168 at launch = producers 128 x 40 + consumers 256 x 232. (Three consumer warpgroups of
 // 160 registers hold no 128-register accumulator beside the rest: ptxas serialises their wgmma, message C7512.)
+// CK = 8 runs two CTAs a multiprocessor: 384 x 80 = 128 x 40 + 256 x 96, and 1,024 left over.
 #pragma once
 
 #include <algorithm>
@@ -37,9 +39,13 @@ struct WgradConfig {
   static constexpr int kConsumers = 2;
   static constexpr int kProducers = 1;  // warpgroups
   static constexpr int kThreads = kWarpGroup * (kConsumers + kProducers);
-  static constexpr int kRowWarps = 2, kDyWarps = 2;       // the first one also fetches local indices
-  static constexpr int kStack = 64 / CK;                  // offsets stacked in one accumulator
-  static constexpr int J = BN == 128 ? 3 : 6;             // accumulators of a warpgroup: 192 registers at most
+  static constexpr int kRowWarps = 2, kDyWarps = 2;  // the first one also fetches local indices
+  static constexpr int kStack = 64 / CK;             // offsets stacked in one accumulator
+  static constexpr bool kNarrow = CK == 8;           // a row is one piece, a warp's 16 rows of A are two offsets
+  // Accumulators of a warpgroup: 192 registers at most; of narrow rows, as many as a pass has offsets for.
+  static constexpr int J = kNarrow ? 2 : BN == 128 ? 3 : 6;
+  static constexpr int kBlocks = kNarrow ? 2 : 1;  // CTAs a multiprocessor
+  static constexpr int kProducerRegs = 40, kConsumerRegs = kNarrow ? 96 : 232;
   static constexpr int kSlots = kConsumers * J * kStack;  // offsets of a CTA
   static constexpr bool kLateA = BN == 128;  // H200, 507k voxels, 128 channels: 2 % faster; of 64 columns 2 % slower
   static constexpr int kHalfRows = kTileM / 2;
@@ -81,7 +87,7 @@ WgradGrid small_wgrad_grid(const ConvArgs& args, WgradGrid g) {
   double least = std::numeric_limits<double>::infinity();
   for (int slots = std::min(C::kSlots, volume); slots >= 1; --slots) {
     const int groups = (volume + slots - 1) / slots,
-              most = std::min(args.plan.tiles, args.sm_count / (groups * blocks));
+              most = std::min(args.plan.tiles, args.sm_count * C::kBlocks / (groups * blocks));
     const int in_turn = (slots + C::kConsumers * C::kStack - 1) / (C::kConsumers * C::kStack);  // on a warpgroup
     const double tile = std::max(kGather, in_turn * (kTileM / 32) * kStep);
     for (int splits = 1; splits <= most; ++splits) {
@@ -103,18 +109,19 @@ WgradGrid wgrad_grid(const ConvArgs& args) {
   g.blocks_m = (args.c_in + C::CK - 1) / C::CK;
   g.blocks_n = (args.c_out + C::BN - 1) / C::BN;
   g.combos = g.offset_groups * g.blocks_m * g.blocks_n * args.groups;
-  if (args.plan.tiles * 2 <= args.sm_count && g.combos <= args.sm_count) return small_wgrad_grid<C>(args, g);
+  const int at_once = args.sm_count * C::kBlocks;
+  if (args.plan.tiles * 2 <= args.sm_count && g.combos <= at_once) return small_wgrad_grid<C>(args, g);
   const int64_t per_split = int64_t(args.plan.kernel_volume) * args.groups * args.c_in * args.c_out * 4;
   const int64_t room = std::max<int64_t>(1, (int64_t(256) << 20) / std::max<int64_t>(1, per_split));
-  const int most = int(std::min<int64_t>({room, std::max(1, args.plan.tiles / 2), 256}));
+  const int most = int(std::min<int64_t>({room, std::max(1, args.plan.tiles / 2), C::kNarrow ? 128 : 256}));
   // The smallest number of splits that leaves at most a tenth of the multiprocessors idle over whole waves.
   g.splits = 1;
   double best = 0;
   for (int s = 1; s <= most; ++s) {
     const int64_t ctas = int64_t(s) * g.combos;
-    const int64_t waves = (ctas + args.sm_count - 1) / args.sm_count;
+    const int64_t waves = (ctas + at_once - 1) / at_once;
     if (waves > 4 && best > 0) break;
-    const double used = double(ctas) / double(waves * args.sm_count);
+    const double used = double(ctas) / double(waves * at_once);
     if (used > best + 0.02) {
       best = used;
       g.splits = s;
@@ -125,7 +132,7 @@ WgradGrid wgrad_grid(const ConvArgs& args) {
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1)
+__global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     wgrad_kernel(const __grid_constant__ ConvArgs args, const __grid_constant__ WgradGrid grid) {
 #if defined(VOXMMA_SM90A)
   using T = typename C::T;
@@ -202,7 +209,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   };
 
   if (group_id >= C::kConsumers) {  // ---- producer warpgroup ----
-    cutlass::arch::warpgroup_reg_dealloc<40>();
+    cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegs>();
     // Rows and dY have warps of their own, so that neither waits for the other's ring.
     PassWalk walk(plan.schedule, plan.tiles, split, grid.splits, 1);
     Pass pass = walk.done() ? Pass{} : load_pass(plan, walk.pass());
@@ -241,8 +248,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
             }
             __syncwarp();
           }
-          ids.template gather<C::kRowBytes, 0, kUniqueMax, 8>(smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, x,
-                                                              count, x_valid, producer, lane, uint32_t(args.lda * 2));
+          const uint32_t to = smem_u + C::kRowAt + rs.index * C::kRowSlotBytes, unit = uint32_t(args.lda * 2);
+          if constexpr (C::kNarrow)
+            ids.gather_pieces(to, x, count, producer, lane, unit);
+          else
+            ids.template gather<C::kRowBytes, 0, kUniqueMax, 8>(to, x, count, x_valid, producer, lane, unit);
           mbarrier_arrive_cp_async(bar);
           rs.advance();
         }
@@ -291,15 +301,17 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       cp_async_wait_all();
     }
   } else {  // ---- consumer warpgroups ----
-    cutlass::arch::warpgroup_reg_alloc<232>();
+    cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegs>();
     RingState<C::kRowSlots> rs;
     RingState<C::kDySlots> ds;
     const int wg_warp = warp % 4;
     // ldmatrix.trans: lanes 0-7, 8-15 give rows 0-7 of channels +0 and +8, lanes 16-23, 24-31 rows 8-15 of the same
     const int lane_row = (lane & 7) + (lane >> 4) * 8;
-    constexpr int kWarpsPerOffset = CK / 16;  // 4 or 2
-    const int piece = wg_warp % kWarpsPerOffset * 2 + ((lane >> 3) & 1);
-    const int stacked = wg_warp / kWarpsPerOffset;
+    // Which offset of an accumulator's stack, and which of its channels, the first and the second eight of the warp's 16
+    // rows of A are.
+    const auto stacked = [&](int second) { return C::kNarrow ? wg_warp * 2 + second : wg_warp * 16 / CK; };
+    const auto channel = [&](int second) { return C::kNarrow ? 0 : wg_warp * 16 % CK + second * 8; };
+    const int piece = channel(lane >> 3 & 1) / 8;
 
     Accumulator<float, BN> acc[J];  // (64, BN) each: kStack offsets x CK channels
 #pragma unroll
@@ -332,7 +344,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
           const int slot = (j * C::kStack + s) * C::kConsumers + group_id;
           if (slot >= int(head.y) && slot < int(head.z)) {
             bits |= 1u << (lds_u32(smem_u + C::kOffsetAt + slot * 4) - head.x);
-            if (s == stacked) {
+            if (s == stacked(lane >> 3 & 1)) {
               index_of[j] = smem_u + C::kLocalAt + rs.index * C::kLocalBytes + slot * kTileM * 2 + lane_row * 2;
             }
           }
@@ -411,17 +423,17 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     // ---- epilogue: this split's partial sums, zeros included, or dW itself ----
     const bool rounded = grid.splits == 1 && args.out_dtype != DType::f32;
     bool finite = true;
+    const auto slot_of = [&](int j, int half) { return (j * C::kStack + stacked(half)) * C::kConsumers + group_id; };
+    const auto channel_of = [&](int half) { return mb * CK + channel(half) + lane / 4; };
     float* partial =
         static_cast<float*>(args.workspace) + int64_t(split) * volume * args.groups * args.c_in * args.c_out;
 #pragma unroll
     for (int j = 0; j < J; ++j) {
-      const int slot = (j * C::kStack + stacked) * C::kConsumers + group_id;
-      if (slot >= slots) continue;
-      const int k = slot_offset(slot);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int ci = mb * CK + wg_warp % kWarpsPerOffset * 16 + half * 8 + lane / 4;
-        if (ci >= args.c_in) continue;
+        const int slot = slot_of(j, half), ci = channel_of(half);
+        if (slot >= slots || ci >= args.c_in) continue;
+        const int k = slot_offset(slot);
         const int64_t at = ((int64_t(k) * args.groups + g) * args.c_in + ci) * args.c_out + nb * BN;
         float* out = partial + at;
         const int left = args.c_out - nb * BN;
@@ -453,12 +465,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       const auto make_again = [&](auto* out) {
 #pragma unroll 1
         for (int j = 0; j < J; ++j) {
-          const int slot = (j * C::kStack + stacked) * C::kConsumers + group_id;
-          if (slot >= slots) continue;
-          const int64_t block = int64_t(slot_offset(slot)) * args.groups + g;
 #pragma unroll 1
           for (int i = 0; i < BN / 2; ++i) {  // the values of the lane
-            const int ci = mb * CK + wg_warp % kWarpsPerOffset * 16 + i / (BN / 4) * 8 + lane / 4;
+            const int slot = slot_of(j, i / (BN / 4)), ci = channel_of(i / (BN / 4));
+            if (slot >= slots) continue;
+            const int64_t block = int64_t(slot_offset(slot)) * args.groups + g;
             const int co = nb * BN + i % (BN / 4) / 2 * 8 + 2 * (lane % 4) + i % 2;
             const bool inside = ci < args.c_in && co < args.c_out;
             const int64_t at = inside ? (block * args.c_in + ci) * args.c_out + co : 0;
@@ -503,13 +514,32 @@ cudaError_t wgrad_launch(ConvArgs args, cudaStream_t stream) {
                        dtype_of<typename C::T>);
 }
 
+// f(the configuration of a launch of C)
+template <class C, class F>
+auto with_wgrad_config(const ConvArgs& args, F f) {
+  using Narrow = WgradConfig<typename C::T, C::BN, 8>;
+  if constexpr (C::BN == 32 && C::CK == 32) {
+    if (args.c_in <= Narrow::CK) return f(Narrow());
+  }
+  return f(C());
+}
+
 template <class C>
 KernelEntry wgrad_entry(const char* name, DType input) {
   return {{name, Op::wgrad, input, Accum::f32, C::CK, C::BN, 32, C::kDySlots,
            Atom<typename C::T, float, C::BN, GMMA::Major::MN>::name, 0, 90, C::kSmemBytes},
-          [](const ConvArgs& args) { return wgrad_workspace(wgrad_grid<C>(args).splits, wgrad_count(args), 4); },
-          [](const ConvArgs& args, cudaStream_t stream) { return wgrad_launch<C>(args, stream); },
-          [](const ConvArgs& args) { return wgrad_grid<C>(args).splits; }};
+          [](const ConvArgs& args) {
+            return with_wgrad_config<C>(args, [&](auto config) {
+              return wgrad_workspace(wgrad_grid<decltype(config)>(args).splits, wgrad_count(args), 4);
+            });
+          },
+          [](const ConvArgs& args, cudaStream_t stream) {
+            return with_wgrad_config<C>(args,
+                                        [&](auto config) { return wgrad_launch<decltype(config)>(args, stream); });
+          },
+          [](const ConvArgs& args) {
+            return with_wgrad_config<C>(args, [&](auto config) { return wgrad_grid<decltype(config)>(args).splits; });
+          }};
 }
 
 }  // namespace sm90

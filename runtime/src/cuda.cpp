@@ -312,7 +312,7 @@ class Cuda : public Backend {
     p.c_in = static_cast<int>(call.c_in);
     p.c_out = static_cast<int>(call.c_out);
     p.n = config.n;
-    p.k = config.k;
+    p.k = entry.image_channels(p.c_in);
     p.channels.eps = call.eps;
     p.channels.sums = double_sums ? k::DType::f64 : k::DType::f32;
     pack.weight = constant(call.weight->data, call.weight->bytes);

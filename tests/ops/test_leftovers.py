@@ -39,7 +39,7 @@ def run(tile: Tile, found: voxmma.KernelMap, n: int, a: Tensor, b: Tensor, trans
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("channels", [32, 64, 96, 192])
+@pytest.mark.parametrize("channels", [8, 32, 64, 96, 192])
 @pytest.mark.parametrize("op", ["fprop", "dgrad", "wgrad"])
 def test_leftovers_of_a_launch_are_not_read(
     maps: list[tuple[int, voxmma.KernelMap]], op: str, channels: int

@@ -26,7 +26,7 @@ from voxmma.verify.families import FAMILIES, INTEGERS, Family
 from conftest import random_coords, script, surface_coords
 
 ROWS = (1, 5, 254, 1082, 4541)
-CHANNELS = ((16, 16), (64, 64), (128, 128), (256, 256), (18, 20), (64, 200))
+CHANNELS = ((16, 16), (64, 64), (128, 128), (256, 256), (18, 20), (64, 200), (6, 40))
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 #: kernel size, stride, transposed
 Layer = tuple[int, int, bool]

@@ -172,6 +172,9 @@ struct KernelEntry {
   // fprop: whether the launch can read `raw.of` itself and take `channels`: then `b`, `bias`, `epilogue.scale` may be
   // null. Null: never
   bool (*reads_weights)(const ConvArgs&) = nullptr;
+  int narrow = 0;  // fprop: if c_in is no more, a row of the weight image has so many channels, and not config.k
+
+  int image_channels(int c_in) const { return c_in <= narrow ? narrow : config.k; }
 };
 
 // Every compiled kernel, in table order; nullptr when the name is unknown.
@@ -181,7 +184,7 @@ const KernelEntry* find_kernel(const char* name);
 // Rows of a launch without inputs: y of ConvArgs where every sum is 0. `sums` as in Channels.
 cudaError_t store_zero_sums(const ConvArgs&, DType sums, cudaStream_t);
 
-// Weight image for fprop kernels with channel block n (= config.n) and channel chunk k (= config.k):
+// Weight image for fprop kernels with channel block n (= config.n) and channel chunk k (= KernelEntry::image_channels):
 // image[g][nb][offset][chunk][n rows][k columns], K-major (row = output channel), in `input` type, zero padded,
 // the 16-byte pieces of a row of R bytes xor-swizzled: R = 128: piece ^ (row & 7), R = 64: piece ^ ((row >> 1) & 3),
 // R = 32: piece ^ ((row >> 2) & 1).
@@ -195,7 +198,7 @@ struct PackArgs {
   uint8_t* flags;  // [pack_flag_bytes], what RawWeights::flags takes
   int kernel_volume, groups;
   int c_in, c_out;  // of the convolution that will run (after transposition)
-  int n, k;         // config.n, config.k
+  int n, k;         // config.n, KernelEntry::image_channels
   Channels channels;
 };
 size_t packed_weight_bytes(const PackArgs&);

@@ -71,8 +71,9 @@ struct Packed {
   size_t image, flags, numbers;  // bytes of each; `numbers` of one of the two arrays
   bool summand, factor;          // which there are
 
-  Packed(const Shape& s, const Tensor& weight, const PerChannels& c, const TileConfig& config, bool transpose,
+  Packed(const Shape& s, const Tensor& weight, const PerChannels& c, const KernelEntry& entry, bool transpose,
          bool mirror) {
+    const TileConfig& config = entry.config;
     const int64_t strides[4] = {weight.stride(0), weight.dim() == 4 ? weight.stride(1) : 0, weight.stride(-2),
                                 weight.stride(-1)};
     pack.weights = weights_of(weight.data_ptr(), to_dtype(weight.scalar_type()), s.volume, strides, transpose, mirror);
@@ -82,7 +83,7 @@ struct Packed {
     pack.c_in = static_cast<int>(s.c_in);
     pack.c_out = static_cast<int>(s.c_out);
     pack.n = config.n;
-    pack.k = config.k;
+    pack.k = entry.image_channels(pack.c_in);
     const auto number = [](const OptTensor& t, Tensor& owner) -> PerChannel {
       if (!t.has_value()) return {};
       owner = t->contiguous();
@@ -131,7 +132,7 @@ Tensor run_conv(const Shape& s, const Tensor& x, const Tensor& weight, const Per
   const Launch on(x.device());
   const KernelEntry& entry = find_tile(tile, Op::fprop, to_dtype(x.scalar_type()), accumulator, on.info);
   const Tensor y = out.defined() ? out : on.empty({n_out, s.groups * s.c_out}, s.out);
-  Packed packed(s, weight, channels, entry.config, transpose, transpose && symmetric);
+  Packed packed(s, weight, channels, entry, transpose, transpose && symmetric);
   if (then.packed.has_value()) {
     const Tensor& t = *then.packed;
     TORCH_CHECK(t.device() == x.device() && t.scalar_type() == at::kByte && t.is_contiguous() &&
@@ -227,7 +228,7 @@ Tensor pack_cuda(const Tensor& weight, const OptTensor& bias, bool symmetric, bo
   check_products(s);
   const Launch on(weight.device());
   const KernelEntry& entry = find_tile(tile, Op::fprop, to_dtype(dtype), accumulator, on.info);
-  Packed packed(s, weight, {bias, scale, shift, mean, var, eps}, entry.config, transpose, transpose && symmetric);
+  Packed packed(s, weight, {bias, scale, shift, mean, var, eps}, entry, transpose, transpose && symmetric);
   packed.place(on.scratch(packed.bytes()));
   packed.run(on);
   return packed.buffer;

@@ -7,10 +7,10 @@ Networks are those of voxmma.models: SpUNet and MinkUNet34C, SECOND's backbone, 
 one 3x3x3 layer, on grids of random voxels and at deep levels. In other libraries the same networks are built
 from theirs, layer by layer, with the same weights. DIR holds NAME.npz with `coords` (N, 3), integers,
 distinct: indoor_scannet, lidar_kitti, lidar_nuscenes, lidar_dense, surface_256, surface_512; without it
-scenes are generated. Each library runs in a process of its own and takes its turn in every job; one that
-cannot be imported is named with the reason. The first jobs are those of the README. Rows are written as they
-are measured, and what stands in the file already is not measured again: a run that ended, or whose --budget
-did, goes on where it stopped. Of a row:
+scenes are generated. Each library runs in a process of its own, all on the same cores of the host, and takes
+its turn in every job; one that cannot be imported is named with the reason. The first jobs are those of the
+README. Rows are written as they are measured, and what stands in the file already is not measured again: a
+run that ended, or whose --budget did, goes on where it stopped. Of a row:
 
 - infer_ms: inference, fp16 weights and features, everything made anew from the coordinates; kept_ms: with
   maps kept, where the library can; train_ms: fp32 weights, autocast to fp16, forward and backward from the
@@ -66,6 +66,7 @@ from voxmma import nn as vnn
 from voxmma._timing import Clock, synchronise
 from voxmma.tuning import machine
 
+import host_cores
 from network_libraries import LIBRARIES, USUAL, Index, Torch, ported, shrunk
 from network_scenes import MARGIN, scene
 
@@ -383,6 +384,8 @@ def work(lib: str, device: torch.device, repeats: int) -> None:
     torch.backends.cudnn.allow_tf32 = False
     voxmma.set_fp32_precision("ieee")
     kind, hello = LIBRARIES.get(lib), {}
+    if device.type == "cuda":
+        host_cores.pin()
     try:
         torch.zeros(1, device=device)
         if kind is not None:

@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import host_cores
 from upstream_networks import CASES, WRITTEN_FOR, Scene
 from upstream_standins import BARE, GIVEN, Finder, Module
 
@@ -141,9 +142,8 @@ def take_times(net: nn.Module, run: Callable[[], Any], args: argparse.Namespace)
         return statistics.median(times) * 1e3
 
     told()
-    if args.device.startswith("cuda") and hasattr(os, "sched_setaffinity"):
-        # The thread that launches runs on the same cores in both libraries: cores differ in speed.
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:4])
+    if args.device.startswith("cuda"):
+        host_cores.pin()
     for _ in range(min(args.repeat, 3)):
         run()  # what is learnt from earlier inputs, caches of memory
     for file in rounds:

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "types.cuh"
+#include "voxmma/conv.h"
 
 namespace voxmma {
 

@@ -7,7 +7,7 @@
 
 namespace voxmma {
 
-// Where the 16-byte piece `piece` of row `row` lies in a row of `row_bytes` bytes (kernels.h). 8 rows that follow each
+// Where the 16-byte piece `piece` of row `row` lies in a row of `row_bytes` bytes (conv.h). 8 rows that follow each
 // other, or any 8 rows with different low bits, put the same piece into 8 different groups of four banks.
 __host__ __device__ constexpr int swizzle(int row, int piece, int row_bytes) {
   return row_bytes == 128 || row_bytes == 256 ? piece ^ (row & 7)

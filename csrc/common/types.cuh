@@ -8,7 +8,6 @@
 #include <type_traits>
 
 #include "voxmma/dtypes.h"
-#include "voxmma/kernels.h"
 
 namespace voxmma {
 

@@ -9,7 +9,7 @@
 #include "../common/epilogue.cuh"
 #include "../common/memory.cuh"
 #include "../common/types.cuh"
-#include "voxmma/kernels.h"
+#include "voxmma/conv.h"
 
 namespace voxmma {
 

@@ -12,7 +12,11 @@
 // A fragment of 16 output rows is read by ldmatrix with one address per row, so the second gather costs nothing.
 #pragma once
 
+#include "common.cuh"
 #include "fprop_sm80_narrow.cuh"
+#include "fprop_sm80_store.cuh"
+#include "mma_sm80.cuh"
+#include "nonfinite.cuh"
 
 namespace voxmma {
 

@@ -4,7 +4,7 @@
 #include <set>
 #include <utility>
 
-#include "voxmma/kernels.h"
+#include "voxmma/conv.h"
 
 namespace voxmma {
 

@@ -1,7 +1,7 @@
 // Bricks: the hash table that finds voxels. Shared by the map kernels.
 #pragma once
 
-#include "voxmma/kernels.h"
+#include "voxmma/map.h"
 
 namespace voxmma::detail {
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ int bricks_of(uint32_t word) {
   return __popc(((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u);
 }
 
-// Rows to work on: `n`, or as many as the device says (kernels.h), from row `begin` of all on.
+// Rows to work on: `n`, or as many as the device says (map.h), from row `begin` of all on.
 struct Rows {
   int64_t n;
   const int64_t* count = nullptr;

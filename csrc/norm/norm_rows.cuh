@@ -3,6 +3,7 @@
 
 #include "../common/epilogue.cuh"
 #include "../conv/common.cuh"
+#include "voxmma/norm.h"
 
 namespace voxmma {
 namespace {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../pool/rows.cuh"
+#include "voxmma/points.h"
 
 namespace voxmma::detail {
 

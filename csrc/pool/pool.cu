@@ -3,7 +3,7 @@
 #include <climits>
 
 #include "rows.cuh"
-#include "voxmma/kernels.h"
+#include "voxmma/pool.h"
 
 namespace voxmma {
 namespace {

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../common/types.cuh"
+#include "voxmma/plan.h"
 
 namespace voxmma::detail {
 

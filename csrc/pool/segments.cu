@@ -2,6 +2,7 @@
 #include <climits>
 
 #include "rows.cuh"
+#include "voxmma/pool.h"
 
 namespace voxmma {
 namespace {

@@ -40,7 +40,7 @@ const auto& norm_backward_op() {
   return op;
 }
 
-// The cells of `passed` (kernels.h: a bit each, of groups of rows and vectors of channels) as (n, channels) bool.
+// The cells of `passed` (norm.h: a bit each, of groups of rows and vectors of channels) as (n, channels) bool.
 Tensor cells_of(const Tensor& passed, const Tensor& x) {
   const int64_t bytes = x.element_size(), v = bytes == 8 ? 2 : 4, r = 32 / (v * bytes), bits = (v * r + 7) / 8 * 8;
   const int64_t groups = (x.size(0) + r - 1) / r, vectors = (x.size(1) + v - 1) / v;

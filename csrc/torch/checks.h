@@ -48,7 +48,7 @@ void check_channels(const Shape& s, const OptTensor& scale, const OptTensor& shi
                     const OptTensor& var, const Tensor& x);
 void check_fused(const Shape& s, int64_t n_out, const OptTensor& residual, string_view activation, const OptTensor& out,
                  const Tensor& x);
-// Place of an activation among kActivations, which are those of kernels.h; throws where it is unknown.
+// Place of an activation among kActivations, which are those of epilogue.h; throws where it is unknown.
 inline constexpr const char* kActivations[] = {"none", "relu", "leaky_relu", "silu", "gelu"};
 int activation_index(string_view activation);
 
@@ -61,7 +61,7 @@ void check_norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias,
 // Whether norm_act keeps what this activation passed, where there is a residual.
 bool keeps_passed(string_view activation);
 
-// The type of the offsets that pool_max keeps, kernel_volume standing for "none": winner_bytes() of kernels.h.
+// The type of the offsets that pool_max keeps, kernel_volume standing for "none": winner_bytes() of pool.h.
 ScalarType winner_dtype(int64_t kernel_volume);
 
 // A pooling op from the rows of x to n_out rows over `map`; `name` is what the caller calls it. `winner` has

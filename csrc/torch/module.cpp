@@ -157,7 +157,7 @@ TORCH_LIBRARY(voxmma, m) {
   m.def(
       "norm_act_backward(Tensor dy, Tensor x, Tensor stats, Tensor? residual, Tensor? passed, str activation, "
       "float slope, bool residual_gradient) -> (Tensor, Tensor, Tensor, Tensor)");
-  // Pooling; PoolOp in kernels.h says what they compute. mirror: the offsets of a symmetric map run backwards.
+  // Pooling; PoolOp in pool.h says what they compute. mirror: the offsets of a symmetric map run backwards.
   m.def(
       "pool_sum(Tensor x, Tensor? in_count, Tensor? out_count, Tensor[] map, Tensor[] map_t, int kernel_volume, "
       "SymInt n_out, bool symmetric, bool mirror) -> Tensor",

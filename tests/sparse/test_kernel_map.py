@@ -404,7 +404,7 @@ def test_the_same_map_on_every_run(device: torch.device) -> None:
         assert torch.equal(kernel_map(CoordSet(coords), 3).neighbor_table(), first)
 
 
-# ---- the tile plan (csrc/include/voxmma/kernels.h) ---------------------------------------------------------
+# ---- the tile plan (csrc/include/voxmma/plan.h) ---------------------------------------------------------
 
 TILE, FRAGMENT, UNIQUE_MAX, PASS_OFFSETS = 256, 16, 512, 32
 MISSING = UNIQUE_MAX
@@ -551,7 +551,7 @@ def check_schedules(schedules: np.ndarray, window: int) -> None:
 
 
 def check_plan(plan: Plan, table: np.ndarray, n_in: int) -> None:
-    """Raises AssertionError unless the plan keeps every promise of kernels.h and says what `table` says."""
+    """Raises AssertionError unless the plan keeps every promise of plan.h and says what `table` says."""
     order, schedules, passes, frag, uniq, local = plan
     check_schedules(schedules, math.ceil(table.shape[1] / TILE))
     schedule = schedules[1]

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "voxmma/kernels.h"
+#include "voxmma/map.h"
 
 namespace voxmma {
 

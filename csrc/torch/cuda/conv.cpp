@@ -58,7 +58,7 @@ void launch(const KernelEntry& entry, ConvArgs& args, const Launch& on) {
               " x ", args.c_out, " channels, ", args.plan.kernel_volume, " offsets)");
 }
 
-// Numbers of every output channel of one call, and what they make (kernels.h, Channels).
+// Numbers of every output channel of one call, and what they make (conv.h, Channels).
 struct PerChannels {
   const OptTensor &bias, &scale, &shift, &mean, &var;
   double eps;

@@ -104,7 +104,7 @@ Tensor merge_runs_cuda(const Tensor& x, const Tensor& order, const Tensor& start
   return out;
 }
 
-// ---- points: see kernels.h and voxmma/sparse/sampling.py
+// ---- points: see points.h and voxmma/sparse/sampling.py
 
 SetView set_view(const Tensor& order, const Tensor& bricks, const Tensor& like) {
   check_ints("order", order, at::kInt, 0, like);

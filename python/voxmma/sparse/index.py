@@ -24,7 +24,7 @@ _COUNTS = "the voxel counts of a coordinate set"
 
 
 class HashIndex(NamedTuple):
-    """GPU index of a coordinate set (csrc/include/voxmma/kernels.h)."""
+    """GPU index of a coordinate set (csrc/include/voxmma/map.h)."""
 
     order: torch.Tensor
     """(N,) int32 rows along a Morton curve"""

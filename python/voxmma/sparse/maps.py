@@ -42,7 +42,7 @@ class KernelMap:
 
     `tensors` is what the ops take. On a CPU: [in_rows int64 (P,), out_rows int64 (P,), kptr int64 (K+1,),
     size], pairs sorted by (offset, output row), offset k owning kptr[k]:kptr[k+1]. On a GPU the tile plan of
-    kernels.h: [order int32 (T*256,), schedule int32 (2, T, 4), passes int32 (P, 4), frag int32 (P, 16), uniq
+    plan.h: [order int32 (T*256,), schedule int32 (2, T, 4), passes int32 (P, 4), frag int32 (P, 16), uniq
     int32 (U,), local int16 (T, K, 256), size]. The last is empty int32 of shape (0, n_in, n_out).
 
     Maps may be used on any CUDA stream and in any thread. What they hand out is to be read only: they raise

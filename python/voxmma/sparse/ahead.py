@@ -24,7 +24,7 @@ from voxmma.sparse.derive import Derived
 from voxmma.sparse.geometry import Geometry
 from voxmma.sparse.sized import Plan, SizedSet, derive_sized, plan_room, plans_sized
 
-_SET_SLACK, _MAP_SLACK = 0.1, 1.1  # of rooms over what inputs before would take; a map's on top of its sets'
+_SET_SLACK = _MAP_SLACK = 0.1  # more room than inputs before would take; a map's on top of its sets'
 _SET_DOUBT = 0.15  # more of a set that one input told of, half of it after two
 _MOST_GROWTH = 8  # of an input over the one before, from which rooms for it can be guessed
 _MEMORY = 63  # inputs for one part in 64 of the way down to what they needed
@@ -219,8 +219,8 @@ def _make(coords: CoordSet, place: Place, sites: list[_Site], maps: list[Wanted]
     for wanted in maps:
         inputs, outputs = sets[wanted.inputs], sets[wanted.outputs]
         n_in, n_out = inputs.coords.shape[0], outputs.coords.shape[0]  # quicker than len()
-        passes = int(wanted.passes * -(-n_out // _TILE) * _MAP_SLACK) + 8
-        units = int(wanted.units * max(n_in, n_out) * _MAP_SLACK) + 64
+        passes = int(wanted.passes * -(-n_out // _TILE) * (1 + _MAP_SLACK)) + 8
+        units = int(wanted.units * max(n_in, n_out) * (1 + _MAP_SLACK)) + 64
         plans.append(Plan(inputs, outputs, wanted.geometry, wanted.reverse, (passes, units)))
     made = plans_sized(plans, status[len(sites) :], compact=True)
     found = status.tolist()  # waits
